@@ -1,0 +1,364 @@
+# Copyright 2026 The gated-llama authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A Llama/Qwen-style decoder with a gate in its attention (Gated Attention, arXiv 2505.06708).
+
+Everything but the attention, the partial rotary and the classes that assemble them is the installed Transformers'
+Qwen3 or Llama part, so each library version brings its own cache, mask and checkpointing conventions.
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    Qwen3PreTrainedModel,
+    Qwen3RMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils.output_capturing import OutputRecorder
+from transformers.utils.versions import require_version
+
+from .configuration_gated import GatedLlamaConfig
+
+
+# The pins of a package do not reach those who load this file from the Hub.
+require_version("transformers>=5.17.0", "gated_llama models need it: pip install -U 'transformers>=5.17.0'")
+
+
+def ns_sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    """Non-sparse sigmoid, 0.5 + 0.5 sigmoid(u), range (0.5, 1): the paper's control without small scores (Table 4)."""
+    return 0.5 + 0.5 * torch.sigmoid(logits)
+
+
+GATE_ACTIVATIONS = {
+    "sigmoid": torch.sigmoid,
+    "silu": nn.functional.silu,
+    "identity": lambda logits: logits,
+    "ns_sigmoid": ns_sigmoid,
+}
+
+
+class GateProjection(nn.Linear):
+    """x W_g + b. A marker, so that initialisation and tools find gates; quantisers and adapters see a plain Linear."""
+
+
+class AttentionGate(nn.Module):
+    """
+    Applies gate logits to the gated tensor and returns both the result and the scores.
+
+    `states * act(logits)` or `states + act(logits)`; logits are averaged over heads first when the gate is shared.
+
+    Shapes: states [batch, seq, heads, width]; logits broadcastable to it (width 1 when headwise); the result has the
+    shape and dtype of states; scores have the shape of logits, with one head when shared.
+    """
+
+    def __init__(self, config: GatedLlamaConfig):
+        super().__init__()
+        self.activation = GATE_ACTIVATIONS[config.gate_activation]
+        self.multiplies = config.gate_operation == "multiply"
+        self.head_shared = config.gate_head_shared
+        self.in_fp32 = config.gate_in_fp32
+
+    def forward(self, states: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.in_fp32:
+            logits = logits.float()
+        if self.head_shared:
+            logits = logits.mean(dim=-2, keepdim=True)
+        scores = self.activation(logits)
+        gated = states * scores if self.multiplies else states + scores
+        return gated.to(states.dtype), scores
+
+
+class GatedLlamaRotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's rotary embedding; the default type also reads `partial_rotary_factor`, as the scaled types do."""
+
+    @staticmethod
+    def compute_default_rope_parameters(config: GatedLlamaConfig, device=None, **kwargs) -> tuple[torch.Tensor, float]:
+        """theta^(-2i/r) for i < r/2, with r = head_dim * partial_rotary_factor: [r / 2], and the scaling 1."""
+        width = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, width, 2, dtype=torch.float) / width
+        return (1.0 / (config.rope_parameters["rope_theta"] ** exponents)).to(device), 1.0
+
+
+def rotate(query, key, cos, sin):
+    """Rotates the first `cos.shape[-1]` coordinates of each head; the rest pass. Shapes [batch, heads, seq, head_dim]."""
+    width = cos.shape[-1]
+    if width == query.shape[-1]:
+        return apply_rotary_pos_emb(query, key, cos, sin)
+    rotated = apply_rotary_pos_emb(query[..., :width], key[..., :width], cos, sin)
+    return tuple(torch.cat([r, states[..., width:]], dim=-1) for r, states in zip(rotated, (query, key)))
+
+
+class GatedLlamaAttention(nn.Module):
+    """
+    Multi-headed attention whose query, key, value, output per head or dense output may be gated.
+
+    Differs from Qwen3's: biases are declared for q/k/v and o separately, QK-norm is optional, rotary may be partial,
+    and `_gate` is called at five sites. Head counts are read from the tensors, so sharded weights work unchanged.
+    The gate lies outside the attention kernel: every attention implementation of the library serves it.
+    """
+
+    def __init__(self, config: GatedLlamaConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.layer_type = config.layer_types[layer_idx]
+        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+
+        hidden = config.hidden_size
+        query_width = config.num_attention_heads * self.head_dim
+        key_width = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, query_width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, key_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, key_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_width, hidden, bias=config.o_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.sdpa_norm = (
+            Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.sdpa_output_norm else nn.Identity()
+        )
+        self.gate_position = config.gate_position if layer_idx in config.gated_layers else None
+        if self.gate_position is not None:
+            self._build_gate(config)
+
+    def _build_gate(self, config: GatedLlamaConfig):
+        heads, width = config.gate_shape
+        self.attn_gate = AttentionGate(config)
+        if config.gate_input == "hidden_states":
+            self.g_proj = GateProjection(config.hidden_size, heads * width, bias=config.gate_bias)
+        elif config.gate_input == "constant":
+            self.g_param = nn.Parameter(torch.zeros(heads, width))
+
+    def _gate(self, position: str, states: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Gates `states` [batch, seq, heads, width] if this is the configured position, else returns them."""
+        if position != self.gate_position:
+            return states
+        return self.attn_gate(states, self._gate_logits(states, hidden_states))[0]
+
+    def _gate_logits(self, states: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits that broadcast to `states`: from the pre-normed hidden state, from a parameter, or `states` itself."""
+        if self.config.gate_input == "states":
+            return states
+        if self.config.gate_input == "constant":
+            return self.g_param
+        if self.config.gate_in_fp32:
+            weight = self.g_proj.weight
+            dtype = weight.dtype if weight.is_floating_point() else torch.float32
+            with torch.autocast(hidden_states.device.type, enabled=False):
+                logits = self.g_proj(hidden_states.to(dtype))
+        else:
+            logits = self.g_proj(hidden_states)
+        width = 1 if self.config.gate_granularity == "headwise" else states.shape[-1]
+        return logits.view(*logits.shape[:-1], -1, width)  # [batch, seq, heads, width]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache=None,
+        past_key_values=None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # `cache` was called `past_key_values` before Transformers 5.24, and engines on older versions still say so.
+        cache = past_key_values if cache is None else cache
+        input_shape = hidden_states.shape[:-1]
+        heads_shape = (*input_shape, -1, self.head_dim)
+
+        query = self._gate("query", self.q_proj(hidden_states).view(heads_shape), hidden_states)
+        key = self._gate("key", self.k_proj(hidden_states).view(heads_shape), hidden_states)
+        value = self._gate("value", self.v_proj(hidden_states).view(heads_shape), hidden_states)
+        query = self.q_norm(query).transpose(1, 2)  # [batch, heads, seq, head_dim]
+        key = self.k_norm(key).transpose(1, 2)
+        value = value.transpose(1, 2)
+        query, key = rotate(query, key, *position_embeddings)
+
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+
+        # Some kernels flatten tokens or heads: give the gate its head axis back, then flatten for o_proj.
+        attn_output = self.sdpa_norm(attn_output.reshape(heads_shape))
+        attn_output = self._gate("sdpa_output", attn_output, hidden_states)
+        attn_output = self.o_proj(attn_output.reshape(*input_shape, -1))
+        attn_output = self._gate("dense_output", attn_output.unsqueeze(-2), hidden_states).squeeze(-2)
+        return attn_output, attn_weights
+
+
+class GatedLlamaDecoderLayer(Qwen3DecoderLayer):
+    """Qwen3's layer with gated attention and an MLP that may have biases; the forward is the parent's."""
+
+    def __init__(self, config: GatedLlamaConfig, layer_idx: int):
+        super(Qwen3DecoderLayer, self).__init__()
+        self.hidden_size = config.hidden_size
+        self.self_attn = GatedLlamaAttention(config, layer_idx)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
+    """Loading, saving and initialisation: gate weights are never invented for a checkpoint that lacks them."""
+
+    config: GatedLlamaConfig
+    _no_split_modules = ["GatedLlamaDecoderLayer"]
+    _can_record_outputs = {
+        "hidden_states": GatedLlamaDecoderLayer,
+        "attentions": GatedLlamaAttention,
+        "gate_scores": OutputRecorder(AttentionGate, index=1),
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, GateProjection) and self.config.gate_init == "zeros":
+            init.zeros_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, GatedLlamaAttention):
+            # Only constant gates own a parameter here, and they start at zero (paper, Table 4).
+            if (parameter := getattr(module, "g_param", None)) is not None:
+                init.zeros_(parameter)
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As in the parent; raises ValueError when the checkpoint has no weights for a gate that its config declares."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        absent = sorted(key for key in info["missing_keys"] if ".self_attn.g_p" in key)
+        if absent:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has no weights for {len(absent)} gate tensors, the first {absent[0]!r}. "
+                "Gates are not invented while loading: convert the checkpoint first with "
+                "`gated-llama convert SOURCE OUT` (pip install gated-llama)."
+            )
+        return (model, info) if wants_info else model
+
+
+class GatedLlamaModel(GatedLlamaPreTrainedModel, Qwen3Model):
+    """The decoder. `output_gate_scores=True` adds `gate_scores`: one tensor per gated layer, as AttentionGate returns."""
+
+    _auto_class = "AutoModel"
+
+    def __init__(self, config: GatedLlamaConfig):
+        super(Qwen3Model, self).__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([GatedLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = GatedLlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.has_sliding_layers = "sliding_attention" in config.layer_types
+        if config.gate_in_fp32:
+            self._keep_in_fp32_modules_strict = {"g_proj", "g_param"}
+        self.post_init()
+
+
+class GatedLlamaForCausalLM(GatedLlamaPreTrainedModel, Qwen3ForCausalLM):
+    """The decoder with a language-modelling head; the forward is the parent's."""
+
+    _auto_class = "AutoModelForCausalLM"
+
+    def __init__(self, config: GatedLlamaConfig):
+        super(Qwen3ForCausalLM, self).__init__(config)
+        self.model = GatedLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+# The generic heads build their decoder through AutoModel, which does not know a class loaded from the Hub: each builds
+# its own here and inherits the rest.
+
+
+class GatedLlamaForSequenceClassification(GenericForSequenceClassification, GatedLlamaPreTrainedModel):
+    """The decoder with a classifier on the last real token."""
+
+    _auto_class = "AutoModelForSequenceClassification"
+
+    def __init__(self, config: GatedLlamaConfig):
+        GatedLlamaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = GatedLlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class GatedLlamaForTokenClassification(GenericForTokenClassification, GatedLlamaPreTrainedModel):
+    """The decoder with a classifier on every token."""
+
+    _auto_class = "AutoModelForTokenClassification"
+
+    def __init__(self, config: GatedLlamaConfig):
+        GatedLlamaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = GatedLlamaModel(config)
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", 0.1))
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class GatedLlamaForQuestionAnswering(GenericForQuestionAnswering, GatedLlamaPreTrainedModel):
+    """The decoder with a head for the start and the end of an answer."""
+
+    _auto_class = "AutoModelForQuestionAnswering"
+
+    def __init__(self, config: GatedLlamaConfig):
+        GatedLlamaPreTrainedModel.__init__(self, config)
+        self.model = GatedLlamaModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+__all__ = [
+    "GatedLlamaForCausalLM",
+    "GatedLlamaForQuestionAnswering",
+    "GatedLlamaForSequenceClassification",
+    "GatedLlamaForTokenClassification",
+    "GatedLlamaModel",
+    "GatedLlamaPreTrainedModel",
+]
