@@ -227,8 +227,7 @@ class GatedLlamaConfig(PreTrainedConfig):
                 f"sliding_window={self.sliding_window} but no entry of layer_types is 'sliding_attention': "
                 "set sliding_window=None or name the sliding layers."
             )
-        nested = self.nested_rope_parameter_keys(self.rope_parameters)
-        if nested:
+        if nested := sorted(set(self.rope_parameters) & set(self.layer_types)):
             raise ValueError(
                 f"rope_parameters are given per layer type ({nested}); this decoder has one rotary embedding for all layers."
             )
