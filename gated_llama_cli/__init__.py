@@ -1,0 +1,71 @@
+"""
+The command line `gated-llama`.
+
+Kept apart from `gated_llama`, whose import brings PyTorch and Transformers: modules here import them inside commands, so
+that `--help` and a mistyped option answer at once. A command is one module with a `register(app)`, named in `COMMANDS`.
+"""
+
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from .console import quiet, report_error
+
+
+COMMANDS = ("convert",)
+DEBUG_VARIABLE = "GATED_LLAMA_DEBUG"
+
+app = typer.Typer(
+    help="Gated Attention for Hugging Face Transformers: convert checkpoints, prove them equal, look inside.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool):
+    if wanted:
+        try:
+            print(version("gated-llama"))
+        except PackageNotFoundError:
+            print("gated-llama is not installed: running from its source tree.")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option(envvar=DEBUG_VARIABLE, help="Show tracebacks and library messages.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+):
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
+    else:
+        quiet()
+
+
+for _name in COMMANDS:
+    import_module(f"{__name__}.{_name}").register(app)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """
+    Runs the command line and returns its exit code.
+
+    0 success; 1 a check that answered no; 2 bad input, told in one line on stderr; 130 interrupted. Anything else that
+    escapes is a defect of this package and keeps its traceback.
+    """
+    try:
+        return app(args=arguments, prog_name="gated-llama", standalone_mode=False) or 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE) or not report_error(error):
+            raise
+        return 2

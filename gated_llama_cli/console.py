@@ -1,0 +1,43 @@
+"""What every command shares towards the terminal: two consoles, silence from the libraries, one line for a mistake."""
+
+import logging
+import os
+import warnings
+
+from rich.console import Console
+from rich.markup import escape
+
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def quiet():
+    """Silences warnings, load reports and loading bars of the libraries; downloads keep their progress bars."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def report_error(error: Exception) -> bool:
+    """Prints `error` as one line on stderr if it is the user's to mend; False, and nothing printed, if it is not."""
+    message = _message(error)
+    if message is None:
+        return False
+    err.print(f"[bold red]Error:[/] {escape(' '.join(message.split()))}", soft_wrap=True)
+    return True
+
+
+def _message(error: Exception) -> str | None:
+    from huggingface_hub.errors import StrictDataclassError
+
+    if hasattr(error, "format_message"):  # a usage error of typer
+        return error.format_message()
+    if isinstance(error, StrictDataclassError):
+        return str(error.__cause__ or error)
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    if isinstance(error, (ValueError, OSError, ImportError)):
+        return str(error)
+    return None

@@ -1,0 +1,94 @@
+"""`gated-llama convert`: a plain checkpoint becomes a gated one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from .console import err, out
+from .options import Activation, Dtype, GateInput, Granularity, Operation, Policy, Position, layer_list
+
+
+def register(app: typer.Typer):
+    app.command()(convert)
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="Hub id, folder or .gguf file of a plain checkpoint.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new or empty.")],
+    position: Annotated[
+        Position, typer.Option(case_sensitive=False, help="What is gated (G1 is sdpa_output).")
+    ] = "sdpa_output",
+    granularity: Annotated[Granularity, typer.Option(help="One score per head, or per coordinate.")] = "headwise",
+    activation: Annotated[Activation, typer.Option(help="From logits to scores.")] = "sigmoid",
+    operation: Annotated[Operation, typer.Option(help="How scores meet the gated tensor.")] = "multiply",
+    head_shared: Annotated[bool, typer.Option("--head-shared", help="Average the logits over heads.")] = False,
+    gate_input: Annotated[GateInput, typer.Option(help="What the scores depend on.")] = "hidden_states",
+    gate_bias: Annotated[
+        bool | None, typer.Option(help="Bias of the gate projection; by default as the policy needs.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="Gated layers, such as 0-3,8; all by default.")] = None,
+    policy: Annotated[
+        Policy, typer.Option(help="identity: provably the same model; open: scores near 1; normal: random gates.")
+    ] = "identity",
+    bias: Annotated[float | None, typer.Option(help="Start of the gate's bias, for policy open.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of policy normal.")] = 0,
+    dtype: Annotated[Dtype | None, typer.Option(help="Dtype to write; the source's by default.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
+):
+    """Give a checkpoint a gate in its attention. Streams: memory stays at one weight file, whatever the model's size."""
+    chosen_layers = layer_list(layers)
+    from gated_llama.convert import convert_checkpoint
+
+    with Progress(
+        TextColumn("converting"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[tensor]}", style="dim"),
+        console=err,
+        transient=True,
+    ) as bar:
+        task = bar.add_task("convert", total=None, tensor="")
+        report = convert_checkpoint(
+            source,
+            output,
+            position=position,
+            granularity=granularity,
+            head_shared=head_shared,
+            operation=operation,
+            activation=activation,
+            gate_input=gate_input,
+            gate_bias=gate_bias,
+            layers=chosen_layers,
+            policy=policy,
+            bias=bias,
+            seed=seed,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            revision=revision,
+            progress=lambda done, total, name: bar.update(task, completed=done, total=total, tensor=name),
+        )
+    _show(report)
+
+
+def _show(report):
+    table = Table(show_header=False, title=f"{report.source} -> {report.output}", title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    rows = {
+        "read": f"{report.tensors_read} tensors of type {report.source_model_type}",
+        "written": f"{report.tensors_written} tensors, {report.bytes_written / 1e6:,.1f} MB, {report.shards} file(s)",
+        "folded": str(report.folded or "nothing"),
+        "tokenizer": report.tokenizer_class or "none in the source",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    for note in report.notes:
+        table.add_row("note", note)
+    table.add_row("next", f"gated-llama verify {report.source} {report.output}")
+    out.print(table)
