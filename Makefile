@@ -23,6 +23,7 @@ test: venv
 	$(BIN)/python -m pytest
 
 slow: venv
+	$(PIP) install -c constraints.txt -e '.[dev,quantize]'
 	$(BIN)/python -m pytest -m slow
 
 quality: venv
