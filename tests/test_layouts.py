@@ -57,6 +57,8 @@ HAND_WRITTEN = {
         "v": [10, 11],
         "g": [12, 13, 14, 15],
     },
+    ("halves", 4, 2, 2): {"q": [0, 1, 2, 3, 4, 5, 6, 7], "g": [8, 9, 10, 11, 12, 13, 14, 15]},
+    ("halves", 4, 2, 1): {"q": [0, 1, 2, 3, 4, 5, 6, 7], "g": [8, 9, 10, 11]},
     ("gqkv", 2, 2, 2): {"g": [0, 1, 2, 3], "q": [4, 5, 6, 7], "k": [8, 9, 10, 11], "v": [12, 13, 14, 15]},
     ("separate", 4, 2, 2): {"q": [0, 1, 2, 3, 4, 5, 6, 7]},
 }
@@ -109,9 +111,7 @@ def test_split_tensors_own_their_memory():
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_layouts_of_equal_shape_agree_only_without_grouping(geometry):
     stored = torch.arange(geometry.rows("q") + geometry.rows("g"))
-    group, head, halves = (
-        layouts.CONFUSABLE[name].split(stored, geometry) for name in ("per_kv_group", "per_head", "halves")
-    )
+    group, head, halves = (LAYOUTS[name].split(stored, geometry) for name in ("per_kv_group", "per_head", "halves"))
     assert torch.equal(group["q"], head["q"]) == (geometry.heads == geometry.kv_heads)
     assert torch.equal(group["q"], halves["q"]) == (geometry.kv_heads == 1)
     assert torch.equal(head["q"], halves["q"]) == (geometry.heads == 1)
@@ -211,7 +211,7 @@ def test_the_size_of_rows_gives_a_wrong_layout_away(true, gate_width):
             part: torch.randn(geometry.rows(part), 64) * size * (1 + 0.1 * torch.randn(geometry.rows(part), 1))
             for part, size in sizes.items()
         }
-        return layouts.layout_contrasts(layouts.CONFUSABLE[true].join(parts, geometry), geometry)
+        return layouts.layout_contrasts(LAYOUTS[true].join(parts, geometry), geometry)
 
     layers = [contrasts(1.25, seed) for seed in range(12)]
     for declared in layouts.CONFUSABLE:

@@ -107,8 +107,6 @@ class FusedLayout:
         )
 
 
-# Sources: the public code named in each row. "per_kv_group" and "per_head" have equal shapes and agree only where
-# every query head has its own key/value head.
 LAYOUTS = {
     "separate": FusedLayout("all", "q", source="AFMoE and Muse (gate_proj), Step-3.5 (g_proj), OLMo-core (w_g)"),
     "per_kv_group": FusedLayout("group", "qg", source="github.com/qiuzh20/gated_attention, modeling_qwen3.py"),
@@ -116,7 +114,11 @@ LAYOUTS = {
     "megatron": FusedLayout("group", "qgkv", source="Megatron-LM, attention_output_gate (linear_qkv)"),
     "megatron_tail": FusedLayout("group", "qkv", tail="g", source="Megatron-LM, head_wise_attn_gate (linear_qkv)"),
     "gqkv": FusedLayout("all", "gqkv", source="HRM checkpoints on the Hub (attn.gqkv_proj)"),
+    "halves": FusedLayout("all", "qg", source="one matrix cut in two, as gates are often added to own code"),
 }
+
+# Row orders of one and the same shape: taking one for another loads without an error and computes nonsense.
+CONFUSABLE = tuple(name for name, layout in LAYOUTS.items() if layout.pattern == "qg")
 
 
 def get_layout(name: str) -> FusedLayout:
@@ -197,14 +199,6 @@ def fold_scale(weight: torch.Tensor, scale: float) -> torch.Tensor:
     return folded
 
 
-# What a tensor of the same shape could hold instead; none of these mistakes changes a shape.
-CONFUSABLE = {
-    "per_kv_group": LAYOUTS["per_kv_group"],
-    "per_head": LAYOUTS["per_head"],
-    "halves": FusedLayout("all", "qg", source="the usual misreading: all queries, then all gates"),
-}
-
-
 def layout_contrasts(weight: torch.Tensor, geometry: HeadGeometry) -> dict[str, float]:
     """
     How far query rows and gate rows differ in size under each layout that would have this shape.
@@ -218,7 +212,7 @@ def layout_contrasts(weight: torch.Tensor, geometry: HeadGeometry) -> dict[str, 
     Returns: the signed contrast for each name of `CONFUSABLE`.
     """
     sizes = weight.float().square().mean(dim=1).clamp_min(torch.finfo(torch.float32).tiny).log() / 2
-    parts = {name: layout.split(sizes, geometry) for name, layout in CONFUSABLE.items()}
+    parts = {name: LAYOUTS[name].split(sizes, geometry) for name in CONFUSABLE}
     return {name: (rows["q"].mean() - rows["g"].mean()).item() for name, rows in parts.items()}
 
 
