@@ -1,0 +1,377 @@
+"""Conversion of a checkpoint: source tensors in, gated checkpoint out, one tensor at a time."""
+
+import errno
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from .. import __version__, configuration_gated, modeling_gated
+from ..configuration_gated import GatedLlamaConfig
+from ..hub import model_card
+from ..modeling_gated import GatedLlamaForCausalLM
+from .opening import Checkpoint, open_checkpoint
+from .policies import GateStart, plan_start
+from .sources import Origin, decoder_fields, source_for
+from .tensor_files import DTYPES, one_line, write_shards
+from .tokenizer import carry_files
+
+
+# Elements that are checked, scaled and written at a time: a part stays in the processor's cache.
+PART_ELEMENTS = 1 << 21
+
+GATE_TENSOR = re.compile(r"\.self_attn\.(g_proj\.(weight|bias)|g_param)$")
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """
+    What a conversion did.
+
+    Args:
+        output: the folder that was written.
+        source: the source as it was given.
+        source_model_type: its `model_type`.
+        config: the configuration that was written.
+        tensors_read, tensors_written: numbers of source and target tensors.
+        folded: name pattern (`*` for the layer) -> the factor that its tensors were multiplied with.
+        bytes_written: size of the weights.
+        shards: number of safetensors files.
+        tokenizer_class: class pinned in tokenizer_config.json; `None` without a tokenizer.
+        notes: what deserves attention, one sentence each.
+    """
+
+    output: Path
+    source: str
+    source_model_type: str
+    config: GatedLlamaConfig
+    tensors_read: int
+    tensors_written: int
+    folded: dict[str, float]
+    bytes_written: int
+    shards: int
+    tokenizer_class: str | None
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before a byte is written."""
+
+    checkpoint: Checkpoint
+    config: GatedLlamaConfig
+    start: GateStart
+    targets: dict[str, torch.Tensor]
+    origins: dict[str, Origin]
+    notes: list[str]
+
+    def factor(self, name: str) -> float:
+        """What the source tensor of the target `name` is multiplied with."""
+        match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(.+)", name)
+        if match is None or int(match[1]) not in self.config.gated_layers:
+            return 1.0
+        return self.start.fold.get(match[2], 1.0)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    output: str | Path,
+    *,
+    position: str | None = "sdpa_output",
+    granularity: str = "headwise",
+    head_shared: bool = False,
+    operation: str = "multiply",
+    activation: str = "sigmoid",
+    gate_input: str = "hidden_states",
+    gate_bias: bool | None = None,
+    layers: list[int] | None = None,
+    policy: str = "identity",
+    bias: float | None = None,
+    seed: int = 0,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    revision: str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> ConversionReport:
+    """
+    Converts a checkpoint of type llama, qwen2, qwen3, mistral or smollm3 into a gated one.
+
+    Tensors are streamed; the folder appears under its name only when it is complete.
+
+    Args:
+        source: Hub id, local folder, or a .gguf file.
+        output: the folder to write; it must not exist, or be empty.
+        position, granularity, head_shared, operation, activation, gate_input, layers: the gate's axes, as in
+            `GatedLlamaConfig` (`gate_*`).
+        gate_bias: bias of the gate projection; `None` for what the policy needs.
+        policy: `"identity"` (same function as the source), `"open"` (scores start at act(bias), nothing folded) or
+            `"normal"` (random weights).
+        bias: the start of policy `"open"`.
+        seed: seed of policy `"normal"`.
+        dtype: `"float32"`, `"bfloat16"` or `"float16"`; `None` keeps the source's (float32 for GGUF).
+        max_shard_size: largest file, in bytes or such as `"5GB"`.
+        revision: branch, tag or commit of a Hub source.
+        progress: called as `progress(done_bytes, total_bytes, tensor_name)` after each part that was written.
+
+    Raises:
+        ValueError: the request or the source is not valid; the message says what to do.
+        OSError: reading or writing failed. In both cases, and when interrupted, nothing is left at `output`.
+    """
+    output = check_output(Path(output), source)
+    gate = {
+        "gate_position": position,
+        "gate_granularity": granularity,
+        "gate_head_shared": head_shared,
+        "gate_operation": operation,
+        "gate_activation": activation,
+        "gate_input": gate_input,
+        "gate_layers": layers,
+    }
+    checkpoint = open_checkpoint(source, revision)
+    plan = make_plan(checkpoint, gate, policy=policy, bias=bias, gate_bias=gate_bias, seed=seed, dtype=dtype)
+    with building(output, sum(target.nbytes for target in plan.targets.values())) as folder:
+        tokenizer_class, notes = write_files(plan, folder, output)
+        shards = write_shards(folder, plan.targets, max_shard_size, Stream(plan, progress).parts)
+    return ConversionReport(
+        output=output,
+        source=str(source),
+        source_model_type=checkpoint.raw_config["model_type"],
+        config=plan.config,
+        tensors_read=len({origin.source for origin in plan.origins.values()}),
+        tensors_written=len(plan.targets),
+        folded={f"model.layers.*.self_attn.{site}": factor for site, factor in plan.start.fold.items()},
+        bytes_written=sum(target.nbytes for target in plan.targets.values()),
+        shards=len(shards),
+        tokenizer_class=tokenizer_class,
+        notes=plan.notes + notes,
+    )
+
+
+def make_plan(checkpoint: Checkpoint, gate: Mapping[str, Any], *, dtype, **start_options) -> Plan:
+    """Decides configuration, start and the origin of every tensor; ValueError where the source does not fit."""
+    raw = checkpoint.raw_config
+    record = source_for(raw)
+    fields = decoder_fields(record, raw) | gate
+    start = plan_start(build_config(fields), **start_options)
+    dtype, notes = choose_dtype(checkpoint, dtype)
+    config = build_config(
+        fields
+        | {
+            "architectures": ["GatedLlamaForCausalLM"],
+            "dtype": dtype,
+            "gate_bias": start.gate_bias,
+            "gate_retrofit": start.record(record.model_type, __version__),
+        }
+    )
+    targets = expected_tensors(config, dtype)
+    weights = [name for name in targets if not GATE_TENSOR.search(name)]
+    plan = Plan(checkpoint, config, start, targets, record.origins(weights, fields), notes + list(start.notes))
+    check_tensors(plan, record.dropped_tensors)
+    return plan
+
+
+def build_config(fields: Mapping[str, Any]) -> GatedLlamaConfig:
+    """The configuration; ValueError in one line where the library raises its own kind of error."""
+    try:
+        return GatedLlamaConfig(**fields)
+    except StrictDataclassError as error:
+        raise ValueError(one_line(error.__cause__ or error)) from error
+
+
+def choose_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype | None) -> tuple[torch.dtype, list[str]]:
+    """The one dtype of the result, and a note when the source has several."""
+    names = {str(value).removeprefix("torch."): value for value in DTYPES.values()}
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        if name not in names:
+            raise ValueError(f"dtype={name!r} is not supported; choose one of {', '.join(names)}.")
+        return names[name], []
+    found = {info.dtype for info in checkpoint.reader.tensors.values()}
+    if len(found) == 1:
+        return found.pop(), []
+    declared = checkpoint.raw_config.get("dtype") or checkpoint.raw_config.get("torch_dtype")
+    chosen = names.get(declared, torch.float32)
+    listed = ", ".join(sorted(str(value).removeprefix("torch.") for value in found))
+    chosen_name = str(chosen).removeprefix("torch.")
+    return chosen, [f"The source mixes {listed}; everything was written as {chosen_name}."]
+
+
+def expected_tensors(config: GatedLlamaConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Names and shapes of the tensors that a checkpoint of this configuration has, as meta tensors of `dtype`."""
+    with torch.device("meta"):
+        model = GatedLlamaForCausalLM(config)
+    tied = set(GatedLlamaForCausalLM._tied_weights_keys) if config.tie_word_embeddings else set()
+    return {
+        name: torch.empty(tensor.shape, dtype=dtype, device="meta")
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
+
+
+def check_tensors(plan: Plan, dropped: str) -> None:
+    """ValueError unless every target has one source of its shape and every source tensor is used."""
+    found = plan.checkpoint.reader.tensors
+    for name, origin in plan.origins.items():
+        if origin.source not in found:
+            advice = " (tie_word_embeddings is false in config.json)" if origin.source == "lm_head.weight" else ""
+            raise ValueError(f"The source has no tensor {origin.source!r}, which its config.json calls for{advice}.")
+        shape, wanted = found[origin.source].shape, tuple(plan.targets[name].shape)
+        if origin.take is None and shape != wanted:
+            raise ValueError(
+                f"Tensor {origin.source!r} has shape {list(shape)}, but config.json calls for {list(wanted)}: "
+                "weights and configuration do not belong together."
+            )
+    extra = sorted(set(found) - {origin.source for origin in plan.origins.values()})
+    for name in extra:
+        if name == "lm_head.weight" and plan.config.tie_word_embeddings:
+            check_tied_head(plan)
+        elif not re.fullmatch(dropped, name):
+            raise ValueError(
+                f"The source has a tensor {name!r} that a {plan.checkpoint.raw_config['model_type']} model of this "
+                "configuration does not have: converting without it would give another model."
+            )
+
+
+def check_tied_head(plan: Plan) -> None:
+    """A tied source may also store its head, as long as it is the embedding, bit for bit."""
+    head, embedding = (plan.checkpoint.reader.read(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+        raise ValueError(
+            "config.json says tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight: "
+            "set it to false in a copy of the source if the head was trained or merged on its own."
+        )
+    plan.notes.append("The source stores its tied head as well; it equals the embedding and was not written again.")
+
+
+@dataclass
+class Stream:
+    """Produces target tensors in parts and reports progress."""
+
+    plan: Plan
+    progress: Callable[[int, int, str], None] | None
+    done: int = 0
+
+    def __post_init__(self):
+        self.total = sum(target.nbytes for target in self.plan.targets.values())
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """The target `name`, in parts along its first axis, checked and in the result's dtype."""
+        target = self.plan.targets[name]
+        rows = max(1, PART_ELEMENTS // (target.numel() // len(target)))
+        for part in self.tensor(name, target).split(rows):
+            part = convert_part(name, part, target.dtype, self.plan.factor(name))
+            yield part
+            self.done += part.nbytes
+            if self.progress is not None:
+                self.progress(self.done, self.total, name)
+
+    def tensor(self, name: str, target: torch.Tensor) -> torch.Tensor:
+        origin = self.plan.origins.get(name)
+        if origin is None:
+            return self.plan.start.tensor(name, target.shape)
+        tensor = self.plan.checkpoint.reader.read(origin.source)
+        if origin.take is not None:
+            tensor = origin.take(tensor)
+            if tensor.shape != target.shape:
+                raise ValueError(
+                    f"Tensor {origin.source!r} gives {name!r} the shape {list(tensor.shape)}, but config.json calls "
+                    f"for {list(target.shape)}: weights and configuration do not belong together."
+                )
+        return tensor
+
+
+def convert_part(name: str, part: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
+    """`part * factor`, rounded once to `dtype`; ValueError for values that are not finite before or after."""
+    if not is_finite(part):
+        raise ValueError(f"Tensor {name!r} of the source holds values that are not finite (nan or inf).")
+    if part.dtype == dtype and factor == 1:
+        return part.contiguous()
+    result = part.to(torch.promote_types(part.dtype, dtype))
+    result = (result if factor == 1 else result * factor).to(dtype).contiguous()
+    if not is_finite(result):
+        raise ValueError(
+            f"Tensor {name!r}{f' times {factor:g}' if factor != 1 else ''} passes the largest {str(dtype)[6:]} "
+            f"({torch.finfo(dtype).max:g}): convert with dtype='bfloat16' or 'float32'."
+        )
+    return result
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    # The extremes carry every nan and infinity, at a tenth of the time of an elementwise test.
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
+
+
+def check_output(output: Path, source: str | Path) -> Path:
+    """The absolute output folder; ValueError unless it is free and apart from the source."""
+    output = output.expanduser().absolute()
+    if output.is_file():
+        raise ValueError(f"Output {output} is a file: name a folder that does not exist yet.")
+    if output.is_dir() and any(output.iterdir()):
+        raise ValueError(f"Output folder {output} is not empty: name another one, or remove it first.")
+    origin = Path(source).expanduser().resolve()
+    if origin.exists() and (output.resolve() == origin or origin in output.resolve().parents):
+        raise ValueError(f"Output {output} lies in the source {origin}, which is never changed: name another folder.")
+    return output
+
+
+class building:
+    """
+    A folder beside `output` that takes its name when the block ends well and vanishes otherwise.
+
+    Raises OSError right away when the file system has no room for `size` bytes.
+    """
+
+    def __init__(self, output: Path, size: int):
+        self.output = output
+        self.size = size
+        self.folder = output.parent / f".{output.name}.partial-{secrets.token_hex(4)}"
+        # Parents that do not exist yet, innermost first: they go again when the conversion fails.
+        self.parents = [parent for parent in output.parents if not parent.exists()]
+
+    def __enter__(self) -> Path:
+        try:
+            self.folder.mkdir(parents=True)
+            free = shutil.disk_usage(self.folder).free
+            if free < self.size:
+                raise OSError(
+                    errno.ENOSPC, f"{self.output.parent} has {free:,} bytes free and the result needs {self.size:,}"
+                )
+        except BaseException:
+            self.discard()
+            raise
+        return self.folder
+
+    def __exit__(self, error_type, error, traceback) -> None:
+        try:
+            if error_type is None:
+                if self.output.exists():
+                    self.output.rmdir()  # empty, see check_output
+                self.folder.rename(self.output)
+        finally:
+            if self.folder.exists():
+                self.discard()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for parent in self.parents:
+            if parent.exists():
+                parent.rmdir()
+
+
+def write_files(plan: Plan, folder: Path, output: Path) -> tuple[str | None, list[str]]:
+    """Configuration, code, tokenizer and model card; returns the pinned tokenizer class and notes."""
+    for module in (configuration_gated, modeling_gated):
+        shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
+    plan.config.save_pretrained(folder)
+    tokenizer_class, notes = carry_files(plan.checkpoint, folder)
+    card = model_card(
+        plan.config, name=output.name, source_folder=plan.checkpoint.folder, base_model=plan.checkpoint.hub_id
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    return tokenizer_class, notes

@@ -1,0 +1,77 @@
+"""Finding and opening a source: a Hub id, a local folder, or a GGUF file."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+from .gguf_source import GgufFile, GgufReader, gguf_config
+from .tensor_files import INDEX_FILE, SINGLE_FILE, SafetensorsReader, one_line, read_json
+from .tokenizer import CARRIED
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """
+    An opened source.
+
+    Args:
+        folder: where its files lie.
+        raw_config: the content of config.json, or its equivalent from GGUF metadata.
+        reader: `tensors` (name -> shape, dtype, file) and `read(name)`.
+        gguf_file: file name below `folder` of a GGUF source.
+        hub_id: Hub id, when the source was named so.
+    """
+
+    folder: Path
+    raw_config: dict[str, Any]
+    reader: SafetensorsReader | GgufReader
+    gguf_file: str | None = None
+    hub_id: str | None = None
+
+
+def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
+    """Opens a source; ValueError when it is not there or damaged. Nothing is read but headers."""
+    path = Path(source).expanduser()
+    if path.exists() and revision is not None:
+        raise ValueError(f"revision={revision!r} belongs to a Hub id, and {path} is local.")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{path} is a file: name the folder of a checkpoint, or a .gguf file.")
+        file = GgufFile(path)
+        raw_config = gguf_config(file)
+        return Checkpoint(path.parent, raw_config, GgufReader(file, raw_config), gguf_file=path.name)
+    if path.is_dir():
+        return open_folder(path)
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(source)):
+        raise ValueError(f"{source} does not exist.")
+    return open_folder(download(str(source), revision), hub_id=str(source))
+
+
+def open_folder(folder: Path, hub_id: str | None = None) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        files = sorted(path.name for path in folder.glob("*.gguf"))
+        advice = f"to convert a GGUF file, name it: {folder / files[0]}" if files else "it is not a checkpoint folder"
+        raise ValueError(f"{folder} has no config.json: {advice}.")
+    return Checkpoint(folder, read_json(folder / "config.json"), SafetensorsReader(folder), hub_id=hub_id)
+
+
+def download(repository: str, revision: str | None) -> Path:
+    """Fetches the files that a conversion reads: everything small, then the weights that the index names."""
+    try:
+        folder = Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=["config.json", INDEX_FILE, "README.md", *CARRIED],
+            )
+        )
+        index = folder / INDEX_FILE
+        weights = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else [SINGLE_FILE]
+        # The snapshot is named by its commit, so both fetches see the same state of the repository.
+        return Path(snapshot_download(repository, revision=folder.name, allow_patterns=weights))
+    except (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError) as error:
+        raise ValueError(f"{repository} is neither a local path nor readable on the Hub: {one_line(error)}") from error

@@ -1,0 +1,165 @@
+"""Safetensors files, read and written one tensor at a time."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class TensorInfo(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error of the libraries, for use in one of ours."""
+    return " ".join(str(error).split())
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; ValueError names the file when it holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({one_line(error)}): fetch the file again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a JSON {type(content).__name__}, not an object.")
+    return content
+
+
+class SafetensorsReader:
+    """
+    The tensors of a checkpoint folder, exactly those that its index names.
+
+    `tensors` maps names to shape, dtype and file; `read` returns one of them. Files are opened anew for each tensor,
+    so its pages are released with it. Raises ValueError for files that are missing, damaged or contradict the index.
+    """
+
+    def __init__(self, folder: Path):
+        self.tensors: dict[str, TensorInfo] = {}
+        weight_map = read_weight_map(folder)
+        for file_name in dict.fromkeys(weight_map.values()) if weight_map else [SINGLE_FILE]:
+            names = {name for name, file in weight_map.items() if file == file_name} if weight_map else None
+            self._scan(folder / file_name, names)
+
+    def _scan(self, path: Path, expected: set[str] | None) -> None:
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = file.keys()
+                found = {name: file.get_slice(name) for name in names}
+                infos = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in found.items()}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file ({one_line(error)}): fetch it again.") from error
+        if expected is not None and (differing := sorted(expected ^ set(infos))):
+            where = "is listed in the index but not in the file" if differing[0] in expected else "is not in the index"
+            raise ValueError(f"{path} and {INDEX_FILE} disagree: tensor {differing[0]!r} {where}.")
+        for name, (shape, code) in infos.items():
+            if code not in DTYPES:
+                raise ValueError(
+                    f"Tensor {name!r} in {path} has dtype {code}; supported are {', '.join(DTYPES)}. "
+                    "Quantised weights have to be converted back to one of these first."
+                )
+            self.tensors[name] = TensorInfo(shape, DTYPES[code], path)
+
+    def read(self, name: str) -> torch.Tensor:
+        path = self.tensors[name].file
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"Tensor {name!r} of {path} cannot be read ({one_line(error)}).") from error
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name from the index, or nothing for a single file; ValueError when a file is not there."""
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    if not index.exists():
+        if not single.exists():
+            raise ValueError(no_weights(folder))
+        return {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map: fetch the file again.")
+    files = set(weight_map.values())
+    if single.exists() and single.name not in files:
+        raise ValueError(
+            f"{folder} holds two sets of weights, {SINGLE_FILE} and the files of {INDEX_FILE}: remove the stale one."
+        )
+    for file_name in sorted(files):
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ValueError(f"{index} names {file_name!r}, which is not a file of the same folder.")
+        if not (folder / file_name).is_file():
+            raise ValueError(f"{folder / file_name} is named by {INDEX_FILE} but missing: fetch it.")
+    return weight_map
+
+
+def no_weights(folder: Path) -> str:
+    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
+    if pickles:
+        return (
+            f"{folder} holds {pickles[0]} but no safetensors: load it once with from_pretrained and save it with "
+            "save_pretrained, which writes safetensors."
+        )
+    return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}."
+
+
+def write_shards(
+    folder: Path,
+    targets: Mapping[str, torch.Tensor],
+    max_shard_size: int | str,
+    parts: Callable[[str], Iterable[torch.Tensor]],
+) -> list[str]:
+    """
+    Writes the tensors described by `targets` (meta tensors) as safetensors shards and their index.
+
+    Headers follow from the shapes, so each file is written front to back and no more than one part is held.
+
+    Args:
+        parts: called with each name in turn; yields the tensor in contiguous parts along the first axis.
+
+    Returns: names of the files with weights.
+    """
+    split = split_torch_state_dict_into_shards(
+        dict(targets), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        with open(folder / file_name, "wb") as file:
+            file.write(header({name: targets[name] for name in names}))
+            for name in names:
+                written = 0
+                for part in parts(name):
+                    written += file.write(part.reshape(-1).view(torch.uint8).numpy())
+                assert written == targets[name].nbytes, name
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return list(split.filename_to_tensors)
+
+
+def header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Safetensors header: its length in 8 bytes, then JSON with dtype, shape and byte range of each tensor."""
+    entries: dict = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        entries[name] = {
+            "dtype": DTYPE_CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,153 @@
+"""Files that travel with the weights, and a tokenizer that gives the source's ids.
+
+Transformers chooses the tokenizer class from the model type, and some classes rebuild the pre-tokenizer: the same
+files can give other ids under another type. So the ids are compared, and a class that keeps them is pinned.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from .tensor_files import one_line, read_json
+
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+# Carried byte for byte, but for the class in tokenizer_config.json.
+CARRIED = (
+    "tokenizer.json",
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+
+# Reads tokenizer.json as it is; under this name in every version of the library.
+GENERIC_CLASS = "PreTrainedTokenizerFast"
+
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
+
+# Where tokenizer classes are known to differ: digits, runs of spaces, line ends, unspaced scripts, emoji, accents.
+PROBES = (
+    "Hello world, it's 2024.",
+    "1234567890 3.14159 1,000,000 0x1F 12:34",
+    "a  b   c    d     e",
+    "    def f(x):\n        return x ** 2\n\n\n# end\t\t\n",
+    " leading and trailing ",
+    "line one\nline two\r\nline three\n\n",
+    "中文分词测试,今天天气很好。日本語のテスト 한국어 시험",
+    "😀👩‍👩‍👧‍👦🇫🇷 ❤️ ok",
+    "Café naïve coöperate — “quotes” … ½ ²",
+    "ﬁne ＦＵＬＬ width \u200b zero",
+    "don't I'LL we've they'd",
+    'https://example.org/a_b?c=d&e=f#g <b>bold</b> {"k": [1, 2]}',
+)
+
+
+class Ids(NamedTuple):
+    """Token ids of one text, without and with special tokens."""
+
+    plain: list[int]
+    full: list[int]
+
+
+def carry_files(checkpoint, folder: Path) -> tuple[str | None, list[str]]:
+    """Copies what travels with the weights; returns the tokenizer class (`None` without tokenizer) and notes."""
+    if checkpoint.gguf_file:
+        if "tokenizer.ggml.model" not in checkpoint.reader.file.metadata:
+            return None, ["The GGUF file has no tokenizer, so neither has the result."]
+        source = load_tokenizer(checkpoint.folder, gguf_file=checkpoint.gguf_file)
+        source.save_pretrained(folder)
+        return pin_class(source, folder)
+    copy_files(checkpoint.folder, folder)
+    if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
+        return None, ["The source has no tokenizer, so neither has the result."]
+    return pin_class(load_tokenizer(checkpoint.folder), folder)
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    for pattern in CARRIED:
+        for path in sorted(source.glob(pattern)):
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def load_tokenizer(folder: Path, **options):
+    try:
+        return AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:  # a damaged file surfaces as almost any type
+        raise ValueError(f"The tokenizer of {folder} cannot be loaded: {one_line(error)}") from error
+
+
+def pin_class(source, folder: Path) -> tuple[str, list[str]]:
+    """Pins the first class under which the files in `folder` give the expected ids, and names it."""
+    expected, notes = expected_ids(source, folder)
+    path = folder / TOKENIZER_CONFIG
+    settings = read_json(path) if path.exists() else {}
+    declared = settings.get("tokenizer_class")
+    candidates = [name for name in dict.fromkeys([declared, GENERIC_CLASS, type(source).__name__]) if name]
+    for candidate in candidates:
+        if candidate != declared:
+            pinned = json.dumps(settings | {"tokenizer_class": candidate}, indent=2, ensure_ascii=False)
+            path.write_text(pinned + "\n", encoding="utf-8")
+        try:
+            found = ids_of(load_tokenizer(folder))
+        except ValueError:  # a class that cannot read these files is not the one
+            continue
+        if found == expected:
+            if declared and candidate != declared:
+                notes.append(f"{declared} gives other ids for a gated_llama; tokenizer_class is now {candidate}.")
+            return candidate, notes
+    raise ValueError(
+        f"None of the tokenizer classes {', '.join(candidates)} reproduces the source's token ids from its files: "
+        "save the tokenizer anew with save_pretrained in a copy of the source."
+    )
+
+
+def expected_ids(source, folder: Path) -> tuple[list[Ids], list[str]]:
+    """
+    Ids of the probes, and a note when the source's own class does not give them.
+
+    tokenizer.json, where there is one, is what the model was trained with, and some classes split text otherwise.
+    Special tokens are what the source's class puts around the text.
+    """
+    found = ids_of(source)
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return found, []
+    raw = Tokenizer.from_file(str(path))
+    expected = []
+    for text, ids in zip(PROBES, found, strict=True):
+        plain = raw.encode(text, add_special_tokens=False).ids
+        before = next((n for n in range(len(ids.full)) if ids.full[n:][: len(ids.plain)] == ids.plain), 0)
+        expected.append(Ids(plain, ids.full[:before] + plain + ids.full[before + len(ids.plain) :]))
+    differing = [text for text, own, ids in zip(PROBES, found, expected, strict=True) if own != ids]
+    if not differing:
+        return expected, []
+    note = (
+        f"AutoTokenizer makes {type(source).__name__} of the source, which splits {differing[0]!r} otherwise than its "
+        "tokenizer.json; the result follows tokenizer.json."
+    )
+    return expected, [note]
+
+
+def ids_of(tokenizer) -> list[Ids]:
+    return [Ids(*(tokenizer.encode(text, add_special_tokens=special) for special in (False, True))) for text in PROBES]

@@ -1,0 +1,89 @@
+"""The model card of a gated checkpoint."""
+
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from .configuration_gated import GatedLlamaConfig
+
+
+CARD = """\
+# {name}
+
+A checkpoint with [Gated Attention](https://arxiv.org/abs/2505.06708), converted from {base} by gated-llama.
+
+| | |
+|---|---|
+{rows}
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+The modelling code is in this repository. Where the `gated-llama` package is installed and imported,
+`trust_remote_code` is not needed.
+"""
+
+# What is taken over from the card of the source.
+INHERITED = ("license", "license_name", "license_link", "language")
+
+
+def model_card(
+    config: GatedLlamaConfig, *, name: str, source_folder: Path | None = None, base_model: str | None = None
+) -> str:
+    """
+    Model card with metadata for the Hub.
+
+    Args:
+        name: the model's name, used in the heading and the example.
+        source_folder: folder of the source; licence and languages are taken from its README.md.
+        base_model: Hub id of the source.
+    """
+    inherited = source_metadata(source_folder)
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["gated-attention", config.model_type],
+        base_model=base_model,
+        **inherited,
+    )
+    record = config.gate_retrofit or {}
+    base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "an ungated checkpoint"
+    if model_type := record.get("source_model_type"):
+        base += f" of type `{model_type}`"
+    rows = "\n".join(f"| {key} | {value} |" for key, value in card_rows(config).items())
+    return f"---\n{data.to_yaml()}\n---\n\n{CARD.format(name=name, base=base, rows=rows)}"
+
+
+def card_rows(config: GatedLlamaConfig) -> dict[str, str]:
+    """What a reader wants to know about the gate, name -> value."""
+    record = config.gate_retrofit or {}
+    layers = "all" if config.gate_layers is None else ", ".join(map(str, config.gated_layers))
+    rows = {
+        "position": config.gate_position or "none",
+        "granularity": config.gate_granularity + (", one score for all heads" if config.gate_head_shared else ""),
+        "score": f"{config.gate_activation}, {config.gate_operation}, from {config.gate_input}",
+        "gated layers": f"{layers} of {config.num_hidden_layers}",
+        "gate parameters": f"{config.gate_parameters_per_layer * len(config.gated_layers):,}",
+        "start": record.get("policy", "trained"),
+    }
+    if fold := record.get("fold"):
+        rows["folded"] = ", ".join(f"`{site}` times {factor:g}" for site, factor in fold.items()) + ", in gated layers"
+    return rows
+
+
+def source_metadata(folder: Path | None) -> dict:
+    """Licence and languages that the card in `folder` states, if it has one that can be read."""
+    path = folder / "README.md" if folder else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        stated = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # metadata of a README is written by hand; a bad one is no reason not to convert
+        return {}
+    return {key: stated[key] for key in INHERITED if stated.get(key)}
