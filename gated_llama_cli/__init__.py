@@ -1,14 +1,13 @@
 """
 The command line `gated-llama`.
 
-Kept apart from `gated_llama`, whose import brings PyTorch and Transformers: modules here import them inside commands, so
-that `--help` and a mistyped option answer at once. A command is one module with a `register(app)`, named in `COMMANDS`.
+Kept apart from `gated_llama`, whose import brings PyTorch and Transformers: modules here import them inside commands,
+so that `--help` and a mistyped option answer at once. A command is a module with `register(app)`, named in `COMMANDS`.
 """
 
 import os
-import sys
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -16,7 +15,7 @@ import typer
 from .console import quiet, report_error
 
 
-COMMANDS = ("convert",)
+COMMANDS = ("convert", "verify")
 DEBUG_VARIABLE = "GATED_LLAMA_DEBUG"
 
 app = typer.Typer(
@@ -30,17 +29,16 @@ app = typer.Typer(
 
 def _show_version(wanted: bool):
     if wanted:
-        try:
-            print(version("gated-llama"))
-        except PackageNotFoundError:
-            print("gated-llama is not installed: running from its source tree.")
+        typer.echo(version("gated-llama"))
         raise typer.Exit()
 
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option(envvar=DEBUG_VARIABLE, help="Show tracebacks and library messages.")] = False,
-    version: Annotated[
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show tracebacks and library messages.")
+    ] = False,
+    show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ):

@@ -13,11 +13,16 @@ err = Console(stderr=True, highlight=False)
 
 
 def quiet():
-    """Silences warnings, load reports and loading bars of the libraries; downloads keep their progress bars."""
+    """Silences warnings and load reports of the libraries."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+
+
+def hide_bars():
+    """For commands that show their own progress: no bars of libraries not yet imported. Downloads keep theirs."""
+    os.environ["TQDM_DISABLE"] = "1"
 
 
 def report_error(error: Exception) -> bool:
@@ -38,6 +43,13 @@ def _message(error: Exception) -> str | None:
         return str(error.__cause__ or error)
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
-    if isinstance(error, (ValueError, OSError, ImportError)):
+    if isinstance(error, (ValueError, OSError)) or _lacks_package(error):
         return str(error)
     return None
+
+
+def _lacks_package(error: Exception) -> bool:
+    """An optional package that is not installed, or advice to install one; a name that a module lacks is a defect."""
+    if isinstance(error, ModuleNotFoundError):
+        return not (error.name or "").startswith("gated_llama")
+    return isinstance(error, ImportError) and error.name is None

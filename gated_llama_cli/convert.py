@@ -7,7 +7,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from .console import err, out
+from .console import err, hide_bars, out
 from .options import Activation, Dtype, GateInput, Granularity, Operation, Policy, Position, layer_list
 
 
@@ -39,8 +39,9 @@ def convert(
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
 ):
-    """Give a checkpoint a gate in its attention. Streams: memory stays at one weight file, whatever the model's size."""
+    """Give a plain checkpoint a gate in its attention."""
     chosen_layers = layer_list(layers)
+    hide_bars()
     from gated_llama.convert import convert_checkpoint
 
     with Progress(
@@ -52,6 +53,7 @@ def convert(
         TextColumn("{task.fields[tensor]}", style="dim"),
         console=err,
         transient=True,
+        disable=not err.is_terminal,
     ) as bar:
         task = bar.add_task("convert", total=None, tensor="")
         report = convert_checkpoint(
@@ -83,7 +85,7 @@ def _show(report):
     rows = {
         "read": f"{report.tensors_read} tensors of type {report.source_model_type}",
         "written": f"{report.tensors_written} tensors, {report.bytes_written / 1e6:,.1f} MB, {report.shards} file(s)",
-        "folded": str(report.folded or "nothing"),
+        "folded": ", ".join(f"{name} x {factor:g}" for name, factor in report.folded.items()) or "nothing",
         "tokenizer": report.tokenizer_class or "none in the source",
     }
     for name, value in rows.items():

@@ -1,4 +1,4 @@
-"""Values that options accept. They repeat the literals of `GatedLlamaConfig`, whose import is slow; a test compares them."""
+"""Values that options accept: those of `GatedLlamaConfig`, whose import would be slow. A test compares them."""
 
 from typing import Literal
 

@@ -1,0 +1,74 @@
+"""Checkpoints as models: what `from_pretrained` makes of a Hub id, a folder or a GGUF file, with nothing invented."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from .opening import Checkpoint, open_checkpoint
+from .tensor_files import one_line
+from .tokenizer import VOCABULARIES
+
+
+@dataclass(frozen=True)
+class Loadable:
+    """A checkpoint under the name it was asked for, read by the library's own loaders and not by the converter's."""
+
+    name: str
+    checkpoint: Checkpoint
+
+    @classmethod
+    def open(cls, source: str | Path, revision: str | None = None) -> "Loadable":
+        """ValueError when there is no checkpoint, or a damaged one."""
+        return cls(str(source), open_checkpoint(source, revision))
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For any `from_pretrained`; code that a checkpoint brings is never run."""
+        gguf = {"gguf_file": self.checkpoint.gguf_file} if self.checkpoint.gguf_file else {}
+        return {"pretrained_model_name_or_path": str(self.checkpoint.folder), "trust_remote_code": False, **gguf}
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        return AutoConfig.from_pretrained(**self.arguments)
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of most parameters; float32 for GGUF, which is de-quantised."""
+        sizes: dict[torch.dtype, int] = {}
+        for info in self.checkpoint.reader.tensors.values():
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
+        return str(max(sizes, key=sizes.get)).removeprefix("torch.")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        if self.checkpoint.gguf_file:
+            return "tokenizer.ggml.tokens" in self.checkpoint.reader.file.metadata
+        return any(any(self.checkpoint.folder.glob(pattern)) for pattern in VOCABULARIES)
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(**self.arguments)
+
+    def raw_tokenizer(self) -> Tokenizer | None:
+        """tokenizer.json as it is written, without what a tokenizer class of the library makes of it."""
+        path = self.checkpoint.folder / "tokenizer.json"
+        return Tokenizer.from_file(str(path)) if path.is_file() and not self.checkpoint.gguf_file else None
+
+    def load_model(self, dtype: str = "auto", **options) -> torch.nn.Module:
+        """The causal language model in eval mode; ValueError if a weight is absent or of another shape."""
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                **self.arguments, config=self.config, dtype=dtype, output_loading_info=True, **options
+            )
+        except RuntimeError as error:
+            raise ValueError(f"{self} cannot be loaded: {one_line(error)}") from error
+        if absent := sorted(info["missing_keys"]):
+            raise ValueError(f"{self} has no weights for {len(absent)} tensors, the first {absent[0]!r}.")
+        return model.eval()

@@ -1,0 +1,302 @@
+"""
+Proof that two checkpoints are the same model: the same token ids through both, compared layer by layer.
+
+Places in a decoder are named after its weights: `"embed_tokens"`, the integers 0..L-1 for the outputs of
+`model.layers.N`, `"norm"` for the final norm and `"logits"`. The last layer's own output is among them (the library's
+`hidden_states[-1]` is taken after the norm), so a wrong last layer and a wrong final norm are told apart.
+"""
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .loading import Loadable
+
+
+Place = int | str
+DTYPES = ("float32", "bfloat16", "float16")
+GREEDY_TOKENS = 8
+
+# Digits, runs of spaces, line ends, code, four scripts, emoji with joiners: where tokenizers differ.
+PROOF_TEXT = """Attention reads; the gate decides how much of what was read is written on.
+In 2025, 1234567 tokens   cost 3.14 units (and 1,000,000 cost 0.5e-3).
+
+def gate(y, x, w):
+\treturn y * sigmoid(x @ w)  # [batch, seq, heads, width]
+
+注意力读取信息，门控决定写入多少。ゲートは出力を調整します。Внимание читает, затвор решает. ¿Qué escribe la compuerta?
+🙂🚀👩‍💻 naïve café — “quoted” … <|end|>
+"""
+
+
+class TokenIds(NamedTuple):
+    """Ids [batch, tokens], consecutive windows of a text; their origin; whether the result's tokenizer agrees."""
+
+    ids: torch.Tensor
+    origin: str
+    equal: bool | None
+
+
+@dataclass(frozen=True)
+class LayerDifference:
+    """How far two models are apart at one place; `max_abs_difference` is infinite when a value is not finite."""
+
+    place: Place
+    max_abs_difference: float
+    bitwise: bool
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """
+    What `verify` found, in one dtype.
+
+    bitwise: every bit of every layer's output and of the logits is equal.
+    max_abs_difference: of the logits; infinite when the result's are not finite.
+    first_diverging_layer: the first place that is not bitwise equal: `"embed_tokens"`, N for `model.layers.N`,
+        `"norm"` or `"logits"`; None when all are equal.
+    layers: every place in order.
+    greedy_equal: 8 tokens decoded greedily with the cache are equal.
+    ids: where the token ids came from. ids_equal: the result's tokenizer gives the source's ids; None when the source
+        has no tokenizer.
+    tokens: token positions compared.
+    """
+
+    source: str
+    result: str
+    dtype: str
+    attn_implementation: str
+    tokens: int
+    ids: str
+    ids_equal: bool | None
+    bitwise: bool
+    max_abs_difference: float
+    first_diverging_layer: Place | None
+    greedy_equal: bool
+    layers: tuple[LayerDifference, ...]
+
+    def passes(self, tolerance: float | None = None) -> bool:
+        """
+        Whether result and source are the same model: bitwise, in greedy decoding and in token ids; with a tolerance,
+        in token ids and within `tolerance` on the logits.
+        """
+        same = self.bitwise and self.greedy_equal if tolerance is None else self.max_abs_difference <= tolerance
+        return same and self.ids_equal is not False
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity: a difference that is not finite becomes None."""
+        report = asdict(self)
+        report["layers"] = [_finite(layer) for layer in report["layers"]]
+        return _finite(report)
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    difference = record["max_abs_difference"]
+    return {**record, "max_abs_difference": difference if math.isfinite(difference) else None}
+
+
+def layer_divergence(
+    states_a: Mapping[Place, torch.Tensor], states_b: Mapping[Place, torch.Tensor]
+) -> list[LayerDifference]:
+    """
+    Compares what `recorded_states` kept of two models, place by place in order.
+
+    Raises:
+        ValueError: the models differ in their places or in a shape, so that there is nothing to compare.
+    """
+    if list(states_a) != list(states_b):
+        raise ValueError(f"The models have {len(states_a)} and {len(states_b)} layers, norms and heads to compare.")
+    return [_difference(place, states_a[place], states_b[place]) for place in states_a]
+
+
+def _difference(place: Place, a: torch.Tensor, b: torch.Tensor) -> LayerDifference:
+    if a.shape != b.shape:
+        raise ValueError(f"At {_place_name(place)} the models have shapes {list(a.shape)} and {list(b.shape)}.")
+    bitwise = a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    largest = (a.double() - b.double()).abs().max().item()
+    return LayerDifference(place, largest if math.isfinite(largest) else math.inf, bitwise)
+
+
+def first_divergence(differences: list[LayerDifference]) -> Place | None:
+    """The first place that is not bitwise equal, or None."""
+    return next((difference.place for difference in differences if not difference.bitwise), None)
+
+
+def _place_name(place: Place) -> str:
+    return f"model.layers.{place}" if isinstance(place, int) else str(place)
+
+
+@contextmanager
+def recorded_states(model: torch.nn.Module):
+    """
+    Records the outputs of the embeddings, of each decoder layer and of the final norm during forwards in the block.
+
+    Yields a dict from place to tensor [batch, seq, hidden] on the CPU, in the order of computation; the latest forward
+    counts. Works for any decoder with `layers` and `norm`.
+    """
+    decoder = model.get_decoder()
+    places = {"embed_tokens": model.get_input_embeddings(), **dict(enumerate(decoder.layers)), "norm": decoder.norm}
+    states: dict[Place, torch.Tensor] = {}
+
+    def keep(place: Place):
+        def hook(module, inputs, output):
+            states[place] = (output[0] if isinstance(output, tuple) else output).detach().cpu()
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(place)) for place, module in places.items()]
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.inference_mode()
+def _run(model: torch.nn.Module, ids: torch.Tensor) -> tuple[dict[Place, torch.Tensor], torch.Tensor]:
+    """States of one forward with the logits last, and the tokens of a cached greedy decode after the same ids."""
+    mask = torch.ones_like(ids)
+    with recorded_states(model) as states:
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    greedy = model.generate(ids, attention_mask=mask, max_new_tokens=GREEDY_TOKENS, do_sample=False)
+    return {**states, "logits": logits.cpu()}, greedy[:, ids.shape[1] :].cpu()
+
+
+def _load_and_run(loadable: Loadable, ids: torch.Tensor, dtype: str, attn_implementation: str):
+    model = loadable.load_model(dtype, attn_implementation=attn_implementation)
+    recorded = _run(model, ids)
+    del model
+    gc.collect()  # modules hold cycles; the next model must not find this one still in memory
+    return recorded
+
+
+def _token_ids(source: Loadable, result: Loadable, text: str, tokens: int, batch: int) -> TokenIds:
+    vocabulary = source.config.vocab_size
+    if not source.has_tokenizer:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (batch, tokens), generator=generator)
+        return TokenIds(ids, "random with seed 0: the source has no tokenizer", None)
+    stream, origin, equal = _encode(source, result, text)
+    if not stream:
+        raise ValueError("The text gives no tokens: use a longer text.")
+    if max(stream) >= vocabulary:
+        raise ValueError(f"{source}: its tokenizer gives id {max(stream)}, but the model has {vocabulary} embeddings.")
+    repeated = stream * math.ceil(batch * tokens / len(stream))
+    return TokenIds(torch.tensor(repeated[: batch * tokens]).view(batch, tokens), origin, equal)
+
+
+def _encode(source: Loadable, result: Loadable, text: str) -> tuple[list[int], str, bool]:
+    """
+    Ids with the special tokens that the source's tokenizer adds, where they are from, and whether the result agrees.
+
+    For some model types the library's tokenizer class overrules tokenizer.json; a result that keeps to the file is
+    right.
+    """
+    stream = source.load_tokenizer()(text)["input_ids"]
+    if not result.has_tokenizer:
+        return stream, "the source's tokenizer", False
+    tokenizer, raw = result.load_tokenizer(), source.raw_tokenizer()
+    found = tokenizer(text)["input_ids"]
+    if found != stream and raw is not None:
+        plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if plain == raw.encode(text, add_special_tokens=False).ids:
+            return found, "the source's tokenizer.json, which its own tokenizer class does not follow", True
+    return stream, "the source's tokenizer", found == stream
+
+
+def verify(source: str | Path, result: str | Path, *, dtype: str = "float32", **options) -> VerifyReport:
+    """
+    Runs the same token ids through two checkpoints and compares every layer's output, the logits and greedy decoding.
+
+    Args:
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"file"` for the one in which the result is stored.
+        source, result, options, errors: as in `verify_dtypes`.
+    """
+    return verify_dtypes(source, result, [dtype], **options)[0]
+
+
+def verify_dtypes(
+    source: str | Path,
+    result: str | Path,
+    dtypes: Sequence[str] = ("float32", "file"),
+    *,
+    text: str | None = None,
+    tokens: int = 64,
+    batch: int = 1,
+    attn_implementation: str = "sdpa",
+    revision: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[VerifyReport]:
+    """
+    `verify` in several dtypes, each once. One model is in memory at a time.
+
+    A quantised `.gguf` is de-quantised in the dtype in which it runs.
+
+    Args:
+        source: Hub id, folder or `.gguf` file.
+        result: the same; usually a folder that the converter wrote.
+        text: what is tokenized; by default a multilingual sample. It repeats until `batch` rows of `tokens` are full.
+        attn_implementation: attention backend of both models.
+        revision: branch, tag or commit of a Hub source.
+        progress: called with a line of text before each slow step.
+
+    Raises:
+        ValueError: unknown dtype, a checkpoint that cannot be loaded or lacks weights, models of different shape, or a
+            source whose own outputs are not finite in this dtype (equality would prove nothing).
+        OSError: no such checkpoint.
+    """
+    if unknown := set(dtypes) - {*DTYPES, "file"}:
+        raise ValueError(f"dtype={unknown.pop()!r}: choose {', '.join(map(repr, DTYPES))} or 'file'.")
+    if tokens < 1 or batch < 1:
+        raise ValueError(f"tokens={tokens} and batch={batch} must be at least 1.")
+    source, result = Loadable.open(source, revision), Loadable.open(result)
+    tell = progress or (lambda line: None)
+    tell("token ids")
+    ids = _token_ids(source, result, PROOF_TEXT if text is None else text, tokens, batch)
+    resolved = dict.fromkeys(result.stored_dtype if dtype == "file" else dtype for dtype in dtypes)
+    return [_compare(source, result, ids, dtype, attn_implementation, tell) for dtype in resolved]
+
+
+def _compare(
+    source: Loadable,
+    result: Loadable,
+    ids: TokenIds,
+    dtype: str,
+    attn_implementation: str,
+    tell: Callable[[str], None],
+) -> VerifyReport:
+    tell(f"{dtype}: {source}")
+    states, greedy = _load_and_run(source, ids.ids, dtype, attn_implementation)
+    _require_finite(states, source, dtype)
+    tell(f"{dtype}: {result}")
+    other_states, other_greedy = _load_and_run(result, ids.ids, dtype, attn_implementation)
+    differences = layer_divergence(states, other_states)
+    return VerifyReport(
+        source=str(source),
+        result=str(result),
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        tokens=ids.ids.numel(),
+        ids=ids.origin,
+        ids_equal=ids.equal,
+        bitwise=all(difference.bitwise for difference in differences),
+        max_abs_difference=differences[-1].max_abs_difference,
+        first_diverging_layer=first_divergence(differences),
+        greedy_equal=torch.equal(greedy, other_greedy),
+        layers=tuple(differences),
+    )
+
+
+def _require_finite(states: Mapping[Place, torch.Tensor], loadable: Loadable, dtype: str):
+    for place, state in states.items():
+        if not torch.isfinite(state).all():
+            raise ValueError(
+                f"{loadable} gives values that are not finite at {_place_name(place)} in {dtype}, so equality would "
+                "prove nothing: use another dtype."
+            )
