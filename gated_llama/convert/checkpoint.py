@@ -1,5 +1,6 @@
 """Conversion of a checkpoint: source tensors in, gated checkpoint out, one tensor at a time."""
 
+import contextlib
 import errno
 import re
 import secrets
@@ -19,7 +20,7 @@ from ..modeling_gated import GatedLlamaForCausalLM
 from .opening import Checkpoint, open_checkpoint
 from .policies import GateStart, plan_start
 from .sources import Origin, decoder_fields, source_for
-from .tensor_files import DTYPES, one_line, write_shards
+from .tensor_files import DTYPES, one_line, plan_shards, write_shards
 from .tokenizer import carry_files
 
 
@@ -131,10 +132,11 @@ def convert_checkpoint(
         "gate_operation": operation,
         "gate_activation": activation,
         "gate_input": gate_input,
-        "gate_layers": layers,
+        "gate_layers": None if layers is None else sorted(layers),
     }
     checkpoint = open_checkpoint(source, revision)
     plan = make_plan(checkpoint, gate, policy=policy, bias=bias, gate_bias=gate_bias, seed=seed, dtype=dtype)
+    plan_shards(plan.targets, max_shard_size)
     with building(output, sum(target.nbytes for target in plan.targets.values())) as folder:
         tokenizer_class, notes = write_files(plan, folder, output)
         shards = write_shards(folder, plan.targets, max_shard_size, Stream(plan, progress).parts)
@@ -241,7 +243,7 @@ def check_tensors(plan: Plan, dropped: str) -> None:
 def check_tied_head(plan: Plan) -> None:
     """A tied source may also store its head, as long as it is the embedding, bit for bit."""
     head, embedding = (plan.checkpoint.reader.read(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-    if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+    if head.dtype != embedding.dtype or not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
         raise ValueError(
             "config.json says tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight: "
             "set it to false in a copy of the source if the head was trained or merged on its own."
@@ -277,7 +279,7 @@ class Stream:
             return self.plan.start.tensor(name, target.shape)
         tensor = self.plan.checkpoint.reader.read(origin.source)
         if origin.take is not None:
-            tensor = origin.take(tensor)
+            tensor = origin.take(tensor if origin.dtype is None else tensor.to(origin.dtype))
             if tensor.shape != target.shape:
                 raise ValueError(
                     f"Tensor {origin.source!r} gives {name!r} the shape {list(tensor.shape)}, but config.json calls "
@@ -360,7 +362,7 @@ class building:
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         for parent in self.parents:
-            if parent.exists():
+            with contextlib.suppress(OSError):  # never made, or in use by now
                 parent.rmdir()
 
 

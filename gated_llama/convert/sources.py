@@ -21,15 +21,15 @@ from .tensor_files import one_line
 
 
 class Origin(NamedTuple):
-    """Where a target tensor comes from: a source tensor, and what to take of it (`None`: all of it, unchanged)."""
+    """
+    Where a target tensor comes from: a source tensor, and what to take of it (`None`: all of it, unchanged).
+
+    With `dtype`, the source tensor is cast to it before `take`.
+    """
 
     source: str
     take: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-
-def same_names(names: Iterable[str], fields: Mapping[str, Any]) -> dict[str, Origin]:
-    """Origins of the targets `names` in a source that names and shapes its tensors as this package does."""
-    return {name: Origin(name) for name in names}
+    dtype: torch.dtype | None = None
 
 
 class Ignored(NamedTuple):
@@ -39,10 +39,55 @@ class Ignored(NamedTuple):
     only: tuple | None = None
 
 
+def check_rope(raw: Mapping[str, Any], *, partial_rotary: bool = False) -> None:
+    """
+    ValueError when rotary settings contradict each other, differ by layer type, or are unknown to the source's class.
+
+    Args:
+        partial_rotary: whether that class applies `partial_rotary_factor`.
+    """
+    tables = {name: raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name)}
+    kinds = {name: check_rope_table(name, table) for name, table in tables.items()}
+    if len(set(kinds.values())) > 1:
+        raise ValueError(
+            f"rope_scaling and rope_parameters are of different types: {kinds}. Keep the one that is right."
+        )
+    for key in ("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"):
+        places = {"config.json": raw, **tables}
+        values = {place: table[key] for place, table in places.items() if table.get(key) is not None}
+        if len(set(values.values())) > 1:
+            raise ValueError(f"{key} is given more than once and differently: {values}. Keep the one that is right.")
+        if key == "partial_rotary_factor" and not partial_rotary and set(values.values()) - {1}:
+            raise ValueError(
+                f"partial_rotary_factor={next(iter(values.values()))}: the library's class for this type rotates "
+                "whole heads, so a checkpoint with partial rotary is not what it says it is."
+            )
+
+
+def check_rope_table(name: str, table: Any) -> str:
+    """The rotary type of one table; ValueError when it is not understood."""
+    if not isinstance(table, dict):
+        raise ValueError(f"config.json has {name}={table!r}, which is not a table of rotary parameters.")
+    if nested := [key for key, value in table.items() if isinstance(value, dict)]:
+        raise ValueError(
+            f"{name} is given per layer type ({', '.join(nested)}); this decoder has one rotary embedding for all."
+        )
+    if unknown := sorted(set(table) - set(RopeParameters.__annotations__) - {"type"}):
+        raise ValueError(f"{name} has parameters that are not known: {', '.join(unknown)}.")
+    kinds = {table[key] for key in ("rope_type", "type") if table.get(key)} or {"default"}
+    if len(kinds) > 1:
+        raise ValueError(f"{name} has two types, {' and '.join(sorted(kinds))}. Keep the one that is right.")
+    kind = kinds.pop()
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
+        raise ValueError(f"{name} has rope_type={kind!r}; known types are {known}.")
+    return kind
+
+
 @dataclass(frozen=True)
 class Source:
     """
-    A source architecture.
+    A source architecture whose tensors are named and shaped as they are here; others override `origins`.
 
     Args:
         model_type: `model_type` in the source's config.json.
@@ -50,7 +95,7 @@ class Source:
         reads: attributes of config.json, besides COMMON_READS, that `fields` depends on.
         ignored: attributes of config.json, besides COMMON_IGNORED, that change nothing.
         refuse: says why a config of this type cannot be represented, or returns `None`.
-        origins: target names and decoder fields -> where each target comes from.
+        check_rotary: raises ValueError for rotary settings in config.json that are not understood.
         dropped_tensors: regular expression of source tensors that are recomputed and hence not read.
     """
 
@@ -59,8 +104,12 @@ class Source:
     reads: frozenset[str]
     ignored: Mapping[str, Ignored] = field(default_factory=dict)
     refuse: Callable[[PreTrainedConfig], str | None] = lambda config: None
-    origins: Callable[[Iterable[str], Mapping[str, Any]], dict[str, Origin]] = same_names
+    check_rotary: Callable[[Mapping[str, Any]], None] = check_rope
     dropped_tensors: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+
+    def origins(self, names: Iterable[str], fields: Mapping[str, Any]) -> dict[str, Origin]:
+        """Where each of the target tensors `names` comes from, for these fields of `GatedLlamaConfig`."""
+        return {name: Origin(name) for name in names}
 
 
 SAME_FIELDS = (
@@ -249,7 +298,7 @@ def decoder_fields(source: Source, raw: Mapping[str, Any]) -> dict[str, Any]:
     taken from that class. Raises ValueError for whatever is not understood.
     """
     check_attributes(source, raw)
-    check_rope(raw)
+    source.check_rotary(raw)
     try:
         config = CONFIG_MAPPING[source.model_type].from_dict(copy.deepcopy(dict(raw)))
     except (StrictDataclassError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -280,32 +329,3 @@ def check_attributes(source: Source, raw: Mapping[str, Any]) -> None:
             + (reason or f"not known for model type {source.model_type!r}, so the result could be another model")
             + "."
         )
-
-
-def check_rope(raw: Mapping[str, Any]) -> None:
-    """ValueError when rotary settings contradict each other, differ by layer, or are unknown to the source's class."""
-    dicts = {name: raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name)}
-    for name, parameters in dicts.items():
-        if not isinstance(parameters, dict):
-            raise ValueError(f"config.json has {name}={parameters!r}, which is not a table of rotary parameters.")
-        if nested := [key for key, value in parameters.items() if isinstance(value, dict)]:
-            raise ValueError(
-                f"{name} is given per layer type ({', '.join(nested)}); this decoder has one rotary embedding for all."
-            )
-        if unknown := sorted(set(parameters) - set(RopeParameters.__annotations__) - {"type"}):
-            raise ValueError(f"{name} has parameters that are not known: {', '.join(unknown)}.")
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
-            known = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
-            raise ValueError(f"{name} has rope_type={kind!r}; known types are {known}.")
-    for key in ("rope_theta", "partial_rotary_factor", "rope_type", "factor"):
-        values = {
-            place: table[key] for place, table in {"config.json": raw, **dicts}.items() if table.get(key) is not None
-        }
-        if len(set(values.values())) > 1:
-            raise ValueError(f"{key} is given more than once and differently: {values}. Keep the one that is right.")
-        if key == "partial_rotary_factor" and any(value != 1 for value in values.values()):
-            raise ValueError(
-                f"partial_rotary_factor={next(iter(values.values()))}: the library's class for this type rotates "
-                "whole heads, so a checkpoint with partial rotary is not what it says it is."
-            )

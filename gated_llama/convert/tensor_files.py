@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from huggingface_hub.serialization._base import parse_size_to_int
 from safetensors import SafetensorError, safe_open
 
 
@@ -115,6 +116,16 @@ def no_weights(folder: Path) -> str:
     return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}."
 
 
+def plan_shards(targets: Mapping[str, torch.Tensor], max_shard_size: int | str) -> StateDictSplit:
+    """Which file each tensor goes to, in order, so that files stay below `max_shard_size` bytes (or such as "5GB")."""
+    size = parse_size_to_int(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    if size < 1:
+        raise ValueError(f"max_shard_size={max_shard_size!r} leaves no room for a tensor: use such as '5GB'.")
+    return split_torch_state_dict_into_shards(
+        dict(targets), filename_pattern="model{suffix}.safetensors", max_shard_size=size
+    )
+
+
 def write_shards(
     folder: Path,
     targets: Mapping[str, torch.Tensor],
@@ -122,7 +133,7 @@ def write_shards(
     parts: Callable[[str], Iterable[torch.Tensor]],
 ) -> list[str]:
     """
-    Writes the tensors described by `targets` (meta tensors) as safetensors shards and their index.
+    Writes the tensors described by `targets` (meta tensors) as safetensors files and their index.
 
     Headers follow from the shapes, so each file is written front to back and no more than one part is held.
 
@@ -131,9 +142,7 @@ def write_shards(
 
     Returns: names of the files with weights.
     """
-    split = split_torch_state_dict_into_shards(
-        dict(targets), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
+    split = plan_shards(targets, max_shard_size)
     for file_name, names in split.filename_to_tensors.items():
         with open(folder / file_name, "wb") as file:
             file.write(header({name: targets[name] for name in names}))
