@@ -1,0 +1,401 @@
+"""How diagnostics attach to a loaded model: hooks on its decoder, and a tap on the Transformers attention interface.
+
+A probe is a context manager. Inside it, every forward pass of the decoder adds to streaming sums; on leaving, also by an
+exception, every hook is gone and the interface is the library's own. Nothing that a probe does changes the model's output.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import AttentionInterface
+
+
+DISPATCHER = "ALL_ATTENTION_FUNCTIONS"  # the global through which an attention's forward reaches the interface
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """
+    The module that turns token ids into hidden states: `model.model` of a causal language model, or the model itself.
+
+    Raises ValueError for a compiled wrapper (a compiled graph runs past hooks) and for encoder-decoders.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "The model is wrapped by torch.compile, which runs past probes: pass and call `model._orig_mod`."
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder; diagnostics need a decoder-only language model."
+        )
+    if not hasattr(model, "get_decoder"):
+        raise ValueError(f"{type(model).__name__} is not a Transformers language model (it has no `get_decoder`).")
+    return model.get_decoder()
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """
+    The causal self-attention modules of the decoder that dispatch through the Transformers attention interface, by layer.
+
+    Layers of another kind (linear attention, state spaces) are left out. Raises ValueError when there is none: for an
+    encoder, whose attention is not causal, and for a model whose attention calls its kernels by itself.
+    """
+    found = [module for module in decoder_of(model).modules() if _dispatches(type(module))]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} does not dispatch through the Transformers attention interface "
+            f"(no module's forward uses {DISPATCHER}), so its queries and keys cannot be seen."
+        )
+    causal = [module for module in found if getattr(module, "is_causal", True)]
+    if not causal:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder: its attention is not causal. Diagnostics need a decoder-only model."
+        )
+    return {getattr(module, "layer_idx", index): module for index, module in enumerate(causal)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _dispatches(module_class: type[nn.Module]) -> bool:
+    code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
+    return code is not None and DISPATCHER in code.co_names
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The stack of decoder layers. Raises ValueError if the decoder holds no list of `num_hidden_layers` modules."""
+    decoder = decoder_of(model)
+    depth = decoder.config.num_hidden_layers
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return module
+    raise ValueError(f"{type(decoder).__name__} holds no list of its {depth} layers, so their outputs cannot be read.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    Which positions of a batch are real tokens and where the document of each begins.
+
+    real: [batch, seq] bool. start: [batch, seq] index of the first real token of the position's document.
+    """
+
+    real: torch.Tensor
+    start: torch.Tensor
+
+    @functools.cached_property
+    def position(self) -> torch.Tensor:
+        """[batch, seq] distance to the start of the document; meaningful where `real`."""
+        return torch.arange(self.start.shape[1], device=self.start.device) - self.start
+
+    @property
+    def first(self) -> torch.Tensor:
+        """[batch, seq] bool, the first real token of each document."""
+        return self.real & (self.position == 0)
+
+    def to(self, device) -> "Layout":
+        return (
+            self if self.real.device == torch.device(device) else Layout(self.real.to(device), self.start.to(device))
+        )
+
+    @functools.cached_property
+    def documents(self) -> list[tuple[int, int, int]]:
+        """(row, first index, length) of each document."""
+        bounds = []
+        for row, first in self.first.nonzero().tolist():
+            length = int((self.real[row] & (self.start[row] == first)).sum())
+            bounds.append((row, first, length))
+        return bounds
+
+
+def sequence_layout(batch: int, seq: int, device, attention_mask=None, position_ids=None, cu_seq_lens=None) -> Layout:
+    """
+    Real tokens and document starts, from what the decoder was given.
+
+    A 2-D mask marks padding, and each row is one document. Without a mask, a document starts where positions do not
+    continue (Transformers' rule for packed sequences) or at cumulative lengths. In a 4-D mask or block mask a token
+    is real if it sees itself, and a document starts at a real token that cannot see its predecessor.
+    """
+    if isinstance(attention_mask, dict):  # prepared masks by layer type; the widest tells documents from windows
+        attention_mask = attention_mask.get("full_attention", next(iter(attention_mask.values())))
+    index = torch.arange(seq, device=device)
+    real = torch.ones(batch, seq, dtype=torch.bool, device=device)
+    starts = index.eq(0).expand(batch, seq)
+    if isinstance(attention_mask, BlockMask) or (attention_mask is not None and attention_mask.ndim == 4):
+        visibility = Visibility(attention_mask, None)
+        itself, previous = (visibility.pairs((index - shift).clamp(min=0).expand(batch, seq)) for shift in (0, 1))
+        real = (itself > float("-inf"))[:, 0]
+        starts = real & ((previous == float("-inf"))[:, 0] | index.eq(0))
+    elif attention_mask is not None:
+        real = attention_mask[:, :seq].to(device).bool()
+        starts = real & (real.cumsum(-1) == 1)
+    elif cu_seq_lens is not None:
+        starts = torch.isin(index, cu_seq_lens.to(device)).expand(batch, seq)
+    elif position_ids is not None:
+        position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids  # 3-D: text positions come first
+        steps = torch.diff(position_ids.to(device), dim=-1).ne(1)
+        starts = torch.cat([steps.new_ones(steps.shape[0], 1), steps], dim=-1).expand(batch, seq)
+    return Layout(real, torch.where(starts, index, 0).cummax(dim=-1).values)
+
+
+class Visibility:
+    """
+    Which keys a query sees, as the attention function itself was told.
+
+    4-D tensors (bool, or additive) and flex block masks say it all. Otherwise attention is causal, and kernels of the
+    flash family are given the rest apart: padding (in `layout`), packed documents, and a sliding window.
+
+    All answers are additive biases in float32: 0 or the mask's own value where visible, -inf elsewhere.
+    """
+
+    def __init__(self, mask, layout: Layout | None, window: int | None = None, separate_documents: bool = False):
+        self.mask = mask if isinstance(mask, BlockMask) or (mask is not None and mask.ndim == 4) else None
+        self.layout = layout
+        self.window = window
+        self.masks_padding = mask is not None
+        self.separate_documents = separate_documents
+
+    def block(self, rows: torch.Tensor, keys: int) -> torch.Tensor:
+        """Bias of the queries `rows` [n] on the first `keys` keys: [batch or 1, heads or 1, n, keys]."""
+        if isinstance(self.mask, BlockMask):
+            modifier, (batch, heads) = self.mask.mask_mod, self.mask.kv_num_blocks.shape[:2]
+            return _bias(
+                create_mask(lambda b, h, q, k: modifier(b, h, rows[q], k), batch, heads, len(rows), keys, rows.device)
+            )
+        if self.mask is not None:
+            return _bias(self.mask[:, :, rows, :keys])
+        query, key = rows[:, None], torch.arange(keys, device=rows.device)
+        visible = (key <= query)[None]
+        if self.window is not None:
+            visible = visible & (key > query - self.window)
+        if self.masks_padding:
+            visible = visible & self.layout.real[:, None, :keys]
+        if self.separate_documents:
+            visible = visible & (key >= self.layout.start[:, rows, None])
+        return _bias(visible[:, None])
+
+    def pairs(self, key: torch.Tensor) -> torch.Tensor:
+        """Bias of each query on one key of its own; key [batch, seq] -> [batch, heads or 1, seq]."""
+        batch, seq = key.shape
+        if isinstance(self.mask, BlockMask):
+            modifier, heads = self.mask.mask_mod, self.mask.kv_num_blocks.shape[1]
+            chosen = create_mask(lambda b, h, q, k: modifier(b, h, q, key[b, q]), batch, heads, seq, 1, key.device)
+            return _bias(chosen[..., 0])
+        if self.mask is not None:
+            mask = self.mask.expand(batch, -1, -1, -1)
+            index = key[:, None, :, None].expand(-1, mask.shape[1], -1, -1)
+            return _bias(mask[:, :, :seq].gather(-1, index)[..., 0])
+        distance = torch.arange(seq, device=key.device) - key
+        visible = distance >= 0
+        if self.window is not None:
+            visible = visible & (distance < self.window)
+        return _bias(visible[:, None])
+
+    @functools.cached_property
+    def lonely(self) -> torch.Tensor:
+        """[batch or 1, seq] bool: the query sees a single key, so that its weight is 1 by necessity."""
+        seq = self.layout.real.shape[1]
+        if self.mask is None:
+            only_itself = self.layout.position == 0
+            return torch.ones_like(only_itself) if self.window == 1 else only_itself
+        device = self.layout.real.device
+        rows = torch.arange(seq, device=device).split(max(1, 2**24 // seq))
+        counts = [(self.block(chunk, seq) > float("-inf")).sum(-1).amax(1) for chunk in rows]
+        return torch.cat(counts, dim=-1) <= 1
+
+
+def _bias(mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return mask.float().masked_fill(hidden, float("-inf"))
+
+
+@dataclass
+class AttentionCall:
+    """
+    One call of the attention interface, as its listeners see it.
+
+    query [batch, heads, seq, width], key and value [batch, kv heads, keys, width], output [batch, seq, heads, width];
+    log_sum_exp [batch, heads, seq] if the kernel computed it, else None.
+    """
+
+    layer: int
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | BlockMask | None
+    output: torch.Tensor
+    log_sum_exp: torch.Tensor | None
+    options: dict = field(default_factory=dict)
+
+    @property
+    def scaling(self) -> float:
+        scaling = self.options.get("scaling")
+        return self.query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+class _KernelLogSumExp(TorchDispatchMode):
+    """
+    Picks up the log-sum-exp that the fused CPU kernel behind `scaled_dot_product_attention` computes and discards.
+
+    The kernel runs exactly as it would; other kernels leave `value` None.
+    """
+
+    KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def __init__(self):
+        super().__init__()
+        self.value = None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is self.KERNEL:
+            self.value = result[1].detach()
+        return result
+
+
+_library_interface = AttentionInterface.get_interface
+_listeners: dict[nn.Module, list[tuple[int, Callable[[AttentionCall], None]]]] = {}
+
+
+def _tapped_interface(interface: AttentionInterface, name: str, default: Callable) -> Callable:
+    """`AttentionInterface.get_interface`, whose functions also report to the listeners of the calling module."""
+    function = _library_interface(interface, name, default)
+
+    def attention(module, query, key, value, *args, **kwargs):
+        listeners = _listeners.get(module, ())
+        if not listeners:
+            return function(module, query, key, value, *args, **kwargs)
+        with _KernelLogSumExp() as kernel:
+            result = function(module, query, key, value, *args, **kwargs)
+        options = dict(kwargs)
+        mask = args[0] if args else options.pop("attention_mask", None)
+        tensors = (query.detach(), key.detach(), value.detach(), mask, result[0].detach(), kernel.value)
+        for layer, listener in list(listeners):
+            with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+                listener(AttentionCall(layer, module, *tensors, options))
+        return result
+
+    return attention
+
+
+@contextlib.contextmanager
+def listen_to_attention(modules: dict[int, nn.Module], listener: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Calls `listener` after each attention call of `modules`; afterwards the interface is the library's own."""
+    for layer, module in modules.items():
+        _listeners.setdefault(module, []).append((layer, listener))
+    AttentionInterface.get_interface = _tapped_interface
+    try:
+        yield
+    finally:
+        for layer, module in modules.items():
+            _listeners[module].remove((layer, listener))
+            if not _listeners[module]:
+                del _listeners[module]
+        if not _listeners:
+            AttentionInterface.get_interface = _library_interface
+
+
+class Probe:
+    """
+    Base of the probes: `with Probe(model) as probe: model(ids)`, then `probe.result()`.
+
+    Counted are forward passes over whole sequences, that is with no cache or an empty one; passes that continue a cache
+    (the decoding steps of `generate`) and the recomputation of activation checkpointing are not. `start()` and
+    `stop()` do the same as the context manager, for callbacks; entering again continues the sums.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.decoder = decoder_of(model)
+        self.layout: Layout | None = None
+        self.input_ids: torch.Tensor | None = None
+        self.tokens = self.documents = self.skipped_forwards = 0
+        self.first_token_ids: Counter[int] = Counter()
+        self._active: contextlib.ExitStack | None = None
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.stop()
+
+    def start(self) -> None:
+        """Attaches the probe. Raises ValueError if it is attached already."""
+        if self._active is not None:
+            raise ValueError(f"This {type(self).__name__} is attached already: stop it first, or make a second one.")
+        with contextlib.ExitStack() as stack:
+            hooks = (
+                self.decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
+                self.decoder.register_forward_hook(self._end, always_call=True),
+            )
+            for handle in (*hooks, *self.hooks()):
+                stack.callback(handle.remove)
+            for context in self.contexts():
+                stack.enter_context(context)
+            self._active = stack.pop_all()
+
+    def stop(self) -> None:
+        """Detaches the probe; its sums stay."""
+        if self._active is not None:
+            self._active.close()
+            self._active = self.layout = self.input_ids = None
+
+    def hooks(self) -> Iterable:
+        """Handles of the hooks that a subclass registers on attaching."""
+        return ()
+
+    def contexts(self) -> Iterable[contextlib.AbstractContextManager]:
+        """Context managers that a subclass holds open while attached."""
+        return ()
+
+    def begin(self) -> None:
+        """Called at the start of each counted forward pass, when `layout` and `input_ids` are set."""
+
+    def first_tokens(self) -> list[dict]:
+        """What stands first in the documents: [{"id": token id, "count": documents}], most frequent first."""
+        return [{"id": token, "count": count} for token, count in self.first_token_ids.most_common()]
+
+    def require_observations(self) -> None:
+        """Raises ValueError when no forward pass was counted, so that nothing is ever reported from nothing."""
+        if not self.tokens:
+            raise ValueError(
+                f"{type(self).__name__} saw no whole sequence ({self.skipped_forwards} forward passes continued a cache). "
+                "Call the model inside the `with` block, with an empty cache or none; a compiled model runs past probes."
+            )
+
+    def _begin(self, decoder, args, kwargs):
+        given = inspect.signature(decoder.forward).bind_partial(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        cache = given.get("cache", given.get("past_key_values"))
+        self.layout = None
+        if cache is not None and int(cache.get_seq_length()) > 0:
+            self.skipped_forwards += 1
+            return
+        self.input_ids = given.get("input_ids")
+        tokens = self.input_ids if self.input_ids is not None else given["inputs_embeds"]
+        layout = sequence_layout(
+            *tokens.shape[:2],
+            tokens.device,
+            given.get("attention_mask"),
+            given.get("position_ids"),
+            given.get("cu_seq_lens_q"),
+        )
+        self.layout = layout
+        self.tokens += int(layout.real.sum())
+        self.documents += int(layout.first.sum())
+        if self.input_ids is not None:
+            self.first_token_ids.update(self.input_ids[layout.first].tolist())
+        self.begin()
+
+    def _end(self, decoder, args, output):
+        self.layout = self.input_ids = None
