@@ -6,10 +6,21 @@ import warnings
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+def facts(title: str, rows: list[tuple[str, str]]) -> Table:
+    """A table of names and what is to be said of them."""
+    table = Table(title=escape(title), title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
 
 
 def quiet():

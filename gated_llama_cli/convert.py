@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
-from .console import err, hide_bars, out
+from .console import err, facts, hide_bars, out
 from .options import Activation, Dtype, GateInput, Granularity, Operation, Policy, Position, layer_list
 
 
@@ -75,22 +74,19 @@ def convert(
             revision=revision,
             progress=lambda done, total, name: bar.update(task, completed=done, total=total, tensor=name),
         )
-    _show(report)
+    show(report)
 
 
-def _show(report):
-    table = Table(show_header=False, title=f"{report.source} -> {report.output}", title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    rows = {
-        "read": f"{report.tensors_read} tensors of type {report.source_model_type}",
-        "written": f"{report.tensors_written} tensors, {report.bytes_written / 1e6:,.1f} MB, {report.shards} file(s)",
-        "folded": ", ".join(f"{name} x {factor:g}" for name, factor in report.folded.items()) or "nothing",
-        "tokenizer": report.tokenizer_class or "none in the source",
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    for note in report.notes:
-        table.add_row("note", note)
-    table.add_row("next", f"gated-llama verify {report.source} {report.output}")
-    out.print(table)
+def show(report):
+    rows = [
+        ("read", f"{report.tensors_read} tensors of type {report.source_model_type}"),
+        (
+            "written",
+            f"{report.tensors_written} tensors, {report.bytes_written / 1e6:,.1f} MB, {report.shards} file(s)",
+        ),
+        ("folded", ", ".join(f"{name} x {factor:g}" for name, factor in report.folded.items()) or "nothing"),
+        ("tokenizer", report.tokenizer_class or "none in the source"),
+        *(("note", note) for note in report.notes),
+        ("next", f"gated-llama verify {report.source} {report.output}"),
+    ]
+    out.print(facts(f"{report.source} -> {report.output}", rows))

@@ -27,3 +27,14 @@ def layer_list(text: str | None) -> list[int] | None:
             raise typer.BadParameter(f"the range {part.strip()!r} runs backwards")
         layers += range(int(first), int(last if dash else first) + 1)
     return layers
+
+
+def layer_ranges(layers: list[int]) -> str:
+    """[0, 1, 2, 3, 8] -> `"0-3,8"`, as `layer_list` reads it."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

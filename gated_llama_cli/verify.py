@@ -4,6 +4,7 @@ import json
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from .console import err, hide_bars, out
@@ -80,7 +81,9 @@ AGREEMENT = {
 
 
 def show(reports: list):
-    table = Table(title=f"{reports[0].source} = {reports[0].result}?", title_justify="left")
+    from gated_llama.convert.verify import place_name
+
+    table = Table(title=escape(f"{reports[0].source} = {reports[0].result}?"), title_justify="left")
     for heading in ("dtype", "tokens", "bitwise equal", "max |difference|", "first diverging layer", "greedy text"):
         table.add_column(heading)
     for report in reports:
@@ -90,7 +93,7 @@ def show(reports: list):
             str(report.tokens),
             "[green]yes" if report.bitwise else "[red]no",
             f"{report.max_abs_difference:.3g}",
-            "none" if place is None else f"model.layers.{place}" if isinstance(place, int) else place,
+            "none" if place is None else place_name(place),
             "equal" if report.greedy_equal else "[red]differs",
         )
     out.print(table)

@@ -117,7 +117,7 @@ def layer_divergence(
 
 def _difference(place: Place, a: torch.Tensor, b: torch.Tensor) -> LayerDifference:
     if a.shape != b.shape:
-        raise ValueError(f"At {_place_name(place)} the models have shapes {list(a.shape)} and {list(b.shape)}.")
+        raise ValueError(f"At {place_name(place)} the models have shapes {list(a.shape)} and {list(b.shape)}.")
     bitwise = a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
     largest = (a.double() - b.double()).abs().max().item()
     return LayerDifference(place, largest if math.isfinite(largest) else math.inf, bitwise)
@@ -128,8 +128,9 @@ def first_divergence(differences: list[LayerDifference]) -> Place | None:
     return next((difference.place for difference in differences if not difference.bitwise), None)
 
 
-def _place_name(place: Place) -> str:
-    return f"model.layers.{place}" if isinstance(place, int) else str(place)
+def place_name(place: Place) -> str:
+    """The weights that a place is named after: `"model.layers.3"` for 3."""
+    return f"model.layers.{place}" if isinstance(place, int) else place
 
 
 @contextmanager
@@ -297,6 +298,6 @@ def _require_finite(states: Mapping[Place, torch.Tensor], loadable: Loadable, dt
     for place, state in states.items():
         if not torch.isfinite(state).all():
             raise ValueError(
-                f"{loadable} gives values that are not finite at {_place_name(place)} in {dtype}, so equality would "
+                f"{loadable} gives values that are not finite at {place_name(place)} in {dtype}, so equality would "
                 "prove nothing: use another dtype."
             )

