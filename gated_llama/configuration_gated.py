@@ -17,6 +17,7 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 GATE_FORMAT_VERSION = 1
@@ -133,7 +134,9 @@ class GatedLlamaConfig(PreTrainedConfig):
     gate_retrofit: dict | None = None
 
     def __post_init__(self, **kwargs):
-        self.gate_position = GATE_POSITION_ALIASES.get(self.gate_position, self.gate_position)
+        if unknown := sorted(name for name in kwargs if name.startswith("gate_")):
+            known = [name for name in self.__dataclass_fields__ if name.startswith("gate_")]
+            raise ValueError(f"Unknown gate fields {unknown}: the fields of a gate are {known}.")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -145,7 +148,11 @@ class GatedLlamaConfig(PreTrainedConfig):
         kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
         self.auto_map = dict(AUTO_MAP)
-        self.base_model_tp_plan = self._tensor_parallel_plan()
+
+    def __setattr__(self, name, value):
+        if name == "gate_position":
+            value = GATE_POSITION_ALIASES.get(value, value)
+        super().__setattr__(name, value)
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
@@ -153,13 +160,15 @@ class GatedLlamaConfig(PreTrainedConfig):
         found = config_dict.get("model_type", cls.model_type)
         if found != cls.model_type:
             raise ValueError(
-                f"This is a checkpoint of type {found!r}, not {cls.model_type!r}: loading it here would start its gates "
-                "from nothing. Convert it first: `gated-llama convert SOURCE OUT` "
+                f"This is a checkpoint of type {found!r}, not {cls.model_type!r}: loading it here would start its "
+                "gates from nothing. Convert it first: `gated-llama convert SOURCE OUT` "
                 "(pip install gated-llama), then load OUT."
             )
         return super().from_dict(config_dict, **kwargs)
 
-    def _tensor_parallel_plan(self) -> dict[str, str]:
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How the modules are sharded over ranks; a gate is sharded with the heads that it gates."""
         plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")}
         plan["layers.*.self_attn.o_proj"] = "rowwise"
         plan |= {f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
@@ -168,11 +177,20 @@ class GatedLlamaConfig(PreTrainedConfig):
             plan |= {f"layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in ("q", "k")}
         if self.sdpa_output_norm:
             plan["layers.*.self_attn.sdpa_norm"] = "replicated_with_grad_allreduce"
+        return plan | self._gate_parallel_plan()
+
+    def _gate_parallel_plan(self) -> dict[str, str]:
+        attention, dense = "layers.*.self_attn", self.gate_position == "dense_output"
         if self.has_gate_projection:
-            # A shared score needs the logits of every head, and o_proj's output is whole on every rank.
-            whole = self.gate_head_shared or self.gate_position == "dense_output"
-            plan["layers.*.self_attn.g_proj"] = "colwise_gather_output" if whole else "colwise"
-        return plan
+            # o_proj's output is whole on every rank, so is its gate; a shared score needs the logits of all heads.
+            whole = dense or self.gate_head_shared
+            return {f"{attention}.g_proj": "colwise_gather_output" if whole else "colwise"}
+        if self.gate_position is None or self.gate_input == "states" or dense:
+            return {}
+        # A bare parameter has no forward to hook, so its owner carries the rule for it.
+        if self.gate_head_shared:
+            return {attention: "replicated_with_grad_allreduce"}
+        return {f"{attention}.g_param": "colwise", attention: "local_params"}
 
     @property
     def has_gate_projection(self) -> bool:
@@ -207,7 +225,8 @@ class GatedLlamaConfig(PreTrainedConfig):
 
     def validate_decoder(self):
         """Part of `@strict`-powered validation: head counts, windows and rotary parameters agree."""
-        if self.num_attention_heads % self.num_key_value_heads:
+        kv_heads_fit = 1 <= self.num_key_value_heads <= self.num_attention_heads
+        if not kv_heads_fit or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}: query heads must divide evenly into groups."
@@ -215,7 +234,7 @@ class GatedLlamaConfig(PreTrainedConfig):
         unknown = sorted(set(self.layer_types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ValueError(
-                f"layer_types contains {unknown}; this decoder has 'full_attention' and 'sliding_attention' layers only."
+                f"layer_types contains {unknown}; this decoder has 'full_attention' and 'sliding_attention' layers."
             )
         slides = "sliding_attention" in self.layer_types
         if slides and (self.sliding_window is None or self.sliding_window < 1):
@@ -227,9 +246,12 @@ class GatedLlamaConfig(PreTrainedConfig):
                 f"sliding_window={self.sliding_window} but no entry of layer_types is 'sliding_attention': "
                 "set sliding_window=None or name the sliding layers."
             )
+        rope_types = ["default", *ROPE_INIT_FUNCTIONS]
+        if (rope_type := self.rope_parameters.get("rope_type", "default")) not in rope_types:
+            raise ValueError(f"rope_parameters has rope_type={rope_type!r}; this decoder knows {rope_types}.")
         if nested := sorted(set(self.rope_parameters) & set(self.layer_types)):
             raise ValueError(
-                f"rope_parameters are given per layer type ({nested}); this decoder has one rotary embedding for all layers."
+                f"rope_parameters are given per layer type ({nested}); this decoder has one rotary embedding for all."
             )
 
     def validate_gate(self):
@@ -258,8 +280,8 @@ class GatedLlamaConfig(PreTrainedConfig):
             )
         if position in ("key", "query") and headwise and self.qk_norm and self.gate_operation == "multiply":
             raise ValueError(
-                f"A headwise multiplicative {position} gate before QK-norm cancels exactly (RMSNorm does not see scale): "
-                "use gate_granularity='elementwise', another position, or qk_norm=False."
+                f"A headwise multiplicative {position} gate before QK-norm cancels exactly (RMSNorm does not see "
+                "scale): use gate_granularity='elementwise', another position, or qk_norm=False."
             )
         if self.gate_input == "states" and (headwise or self.gate_head_shared):
             raise ValueError(

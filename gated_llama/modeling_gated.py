@@ -17,6 +17,8 @@ Everything but the attention, the partial rotary and the classes that assemble t
 Qwen3 or Llama part, so each library version brings its own cache, mask and checkpointing conventions.
 """
 
+import re
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -59,6 +61,13 @@ GATE_ACTIVATIONS = {
 }
 
 
+def sum_over_ranks(gradient: torch.Tensor, mesh) -> torch.Tensor:
+    """Under tensor parallelism each rank applies a shared score to its own heads only: the gradients add up."""
+    total = gradient.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(total, group=mesh.get_group())
+    return total
+
+
 class GateProjection(nn.Linear):
     """x W_g + b. A marker, so that initialisation and tools find gates; quantisers and adapters see a plain Linear."""
 
@@ -87,7 +96,8 @@ class AttentionGate(nn.Module):
             logits = logits.mean(dim=-2, keepdim=True)
         scores = self.activation(logits)
         gated = states * scores if self.multiplies else states + scores
-        return gated.to(states.dtype), scores
+        # A view fails where a score that does not fit (one for more heads than there are) would widen the states.
+        return gated.to(states.dtype).view(states.shape), scores
 
 
 class GatedLlamaRotaryEmbedding(LlamaRotaryEmbedding):
@@ -102,12 +112,12 @@ class GatedLlamaRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 def rotate(query, key, cos, sin):
-    """Rotates the first `cos.shape[-1]` coordinates of each head; the rest pass. Shapes [batch, heads, seq, head_dim]."""
+    """Rotates the first `cos.shape[-1]` coordinates of heads [batch, heads, seq, head_dim]; the rest pass."""
     width = cos.shape[-1]
     if width == query.shape[-1]:
         return apply_rotary_pos_emb(query, key, cos, sin)
     rotated = apply_rotary_pos_emb(query[..., :width], key[..., :width], cos, sin)
-    return tuple(torch.cat([r, states[..., width:]], dim=-1) for r, states in zip(rotated, (query, key)))
+    return tuple(torch.cat([r, states[..., width:]], dim=-1) for r, states in zip(rotated, (query, key), strict=True))
 
 
 class GatedLlamaAttention(nn.Module):
@@ -162,7 +172,7 @@ class GatedLlamaAttention(nn.Module):
         return self.attn_gate(states, self._gate_logits(states, hidden_states))[0]
 
     def _gate_logits(self, states: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits that broadcast to `states`: from the pre-normed hidden state, from a parameter, or `states` itself."""
+        """Logits that broadcast to `states`: from the pre-normed hidden state, a parameter, or `states` itself."""
         if self.config.gate_input == "states":
             return states
         if self.config.gate_input == "constant":
@@ -174,6 +184,9 @@ class GatedLlamaAttention(nn.Module):
                 logits = self.g_proj(hidden_states.to(dtype))
         else:
             logits = self.g_proj(hidden_states)
+        mesh = getattr(self.g_proj.weight, "device_mesh", None)
+        if self.config.gate_head_shared and mesh is not None and logits.requires_grad:
+            logits.register_hook(lambda gradient: sum_over_ranks(gradient, mesh))
         width = 1 if self.config.gate_granularity == "headwise" else states.shape[-1]
         return logits.view(*logits.shape[:-1], -1, width)  # [batch, seq, heads, width]
 
@@ -263,27 +276,31 @@ class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in the parent; raises ValueError when the checkpoint has no weights for a gate that its config declares."""
+        """As in the parent; raises ValueError when the attention weights in the file are not those of the config."""
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
-        absent = sorted(key for key in info["missing_keys"] if ".self_attn.g_p" in key)
-        if absent:
-            raise ValueError(
-                f"{pretrained_model_name_or_path} has no weights for {len(absent)} gate tensors, the first {absent[0]!r}. "
-                "Gates are not invented while loading: convert the checkpoint first with "
-                "`gated-llama convert SOURCE OUT` (pip install gated-llama)."
-            )
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        gate = re.compile(r"\.self_attn\.(g_proj\.(weight|bias)|g_param)$")
+        for fault, keys in (
+            ("has no weights for a part of its attention", [k for k in info["missing_keys"] if ".self_attn." in k]),
+            ("has other shapes", [key for key, *_ in info["mismatched_keys"] if ".self_attn." in key]),
+            ("has gates that its config does not declare", list(filter(gate.search, info["unexpected_keys"]))),
+        ):
+            if keys:
+                raise ValueError(
+                    f"{pretrained_model_name_or_path} {fault}: {len(keys)} tensors, the first {min(keys)!r}. Loading "
+                    "does not invent or drop gates: convert a checkpoint that has none with "
+                    "`gated-llama convert SOURCE OUT` (pip install gated-llama)."
+                )
         return (model, info) if wants_info else model
 
 
 class GatedLlamaModel(GatedLlamaPreTrainedModel, Qwen3Model):
-    """The decoder. `output_gate_scores=True` adds `gate_scores`: one tensor per gated layer, as AttentionGate returns."""
+    """The decoder. `output_gate_scores=True` adds `gate_scores`: one tensor per gated layer, see AttentionGate."""
 
     _auto_class = "AutoModel"
 
     def __init__(self, config: GatedLlamaConfig):
+        config.validate()  # fields may have been assigned since it was made
         super(Qwen3Model, self).__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
