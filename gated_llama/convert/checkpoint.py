@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import inspect
 import re
 import secrets
 import shutil
@@ -17,15 +18,21 @@ from .. import __version__, configuration_gated, modeling_gated
 from ..configuration_gated import GatedLlamaConfig
 from ..hub import model_card
 from ..modeling_gated import GatedLlamaForCausalLM
+from .imports import GatedSource, source_for
 from .opening import Checkpoint, open_checkpoint
 from .policies import GateStart, plan_start
-from .sources import Origin, decoder_fields, source_for
+from .sources import Origin, decoder_fields
 from .tensor_files import DTYPES, one_line, plan_shards, write_shards
 from .tokenizer import carry_files
 
 
 # Elements that are checked, scaled and written at a time: a part stays in the processor's cache.
 PART_ELEMENTS = 1 << 21
+
+KEPT_DTYPE = (
+    "{kept} norm gains are stored in float32, since 1 + w needs more digits than {dtype} has: loaded in {dtype} they "
+    "are rounded, by 0.4 % at most."
+)
 
 GATE_TENSOR = re.compile(r"\.self_attn\.(g_proj\.(weight|bias)|g_param)$")
 
@@ -95,13 +102,15 @@ def convert_checkpoint(
     policy: str = "identity",
     bias: float | None = None,
     seed: int = 0,
+    layout: str | None = None,
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     revision: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ConversionReport:
     """
-    Converts a checkpoint of type llama, qwen2, qwen3, mistral or smollm3 into a gated one.
+    Converts a checkpoint of type llama, qwen2, qwen3, mistral or smollm3 into a gated one, or takes over the gate of
+    one that has it already: the paper release, qwen3_next, qwen3_5_text, step3p5 (`imports` says how far).
 
     Tensors are streamed; the folder appears under its name only when it is complete.
 
@@ -115,6 +124,8 @@ def convert_checkpoint(
             `"normal"` (random weights).
         bias: the start of policy `"open"`.
         seed: seed of policy `"normal"`.
+        layout: how the source stores a gate of its own, a name of `layouts.LAYOUTS`; `None` for what its format
+            declares. The options above describe a gate to add, and are refused for such a source.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; `None` keeps the source's (float32 for GGUF).
         max_shard_size: largest file, in bytes or such as `"5GB"`.
         revision: branch, tag or commit of a Hub source.
@@ -135,7 +146,8 @@ def convert_checkpoint(
         "gate_layers": None if layers is None else sorted(layers),
     }
     checkpoint = open_checkpoint(source, revision)
-    plan = make_plan(checkpoint, gate, policy=policy, bias=bias, gate_bias=gate_bias, seed=seed, dtype=dtype)
+    start = {"policy": policy, "bias": bias, "gate_bias": gate_bias, "seed": seed}
+    plan = make_plan(checkpoint, gate, start, layout=layout, dtype=dtype)
     plan_shards(plan.targets, max_shard_size)
     with building(output, sum(target.nbytes for target in plan.targets.values())) as folder:
         tokenizer_class, notes = write_files(plan, folder, output)
@@ -155,12 +167,20 @@ def convert_checkpoint(
     )
 
 
-def make_plan(checkpoint: Checkpoint, gate: Mapping[str, Any], *, dtype, **start_options) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint, gate: Mapping[str, Any], start_options: Mapping[str, Any], *, layout: str | None, dtype
+) -> Plan:
     """Decides configuration, start and the origin of every tensor; ValueError where the source does not fit."""
     raw = checkpoint.raw_config
-    record = source_for(raw)
-    fields = decoder_fields(record, raw) | gate
-    start = plan_start(build_config(fields), **start_options)
+    record = source_for(raw, layout)
+    fields = decoder_fields(record, raw)
+    imported = isinstance(record, GatedSource)
+    if imported:
+        refuse_request(record.model_type, {**gate, **start_options})
+        start = record.start(checkpoint.reader, fields)
+    else:
+        fields |= gate
+        start = plan_start(build_config(fields), **start_options)
     dtype, notes = choose_dtype(checkpoint, dtype)
     config = build_config(
         fields
@@ -172,10 +192,24 @@ def make_plan(checkpoint: Checkpoint, gate: Mapping[str, Any], *, dtype, **start
         }
     )
     targets = expected_tensors(config, dtype)
-    weights = [name for name in targets if not GATE_TENSOR.search(name)]
-    plan = Plan(checkpoint, config, start, targets, record.origins(weights, fields), notes + list(start.notes))
+    origins = record.origins([name for name in targets if imported or not GATE_TENSOR.search(name)], fields)
+    kept = {name: targets[name].to(origin.dtype) for name, origin in origins.items() if origin.dtype}
+    if kept and dtype != torch.float32:
+        notes = [*notes, KEPT_DTYPE.format(kept=len(kept), dtype=str(dtype).removeprefix("torch."))]
+    plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes))
     check_tensors(plan, record.dropped_tensors)
     return plan
+
+
+def refuse_request(model_type: str, options: Mapping[str, Any]) -> None:
+    """ValueError for options that describe a gate to add and are not at their defaults."""
+    defaults = {name: option.default for name, option in inspect.signature(convert_checkpoint).parameters.items()}
+    options = {name if name in defaults else name.removeprefix("gate_"): value for name, value in options.items()}
+    if asked := [f"{name}={value!r}" for name, value in options.items() if value != defaults[name]]:
+        raise ValueError(
+            f"{', '.join(asked)} would describe a gate to add, but this {model_type} source brings its own, which is "
+            "taken over as it is: leave the option out."
+        )
 
 
 def build_config(fields: Mapping[str, Any]) -> GatedLlamaConfig:
