@@ -1,6 +1,10 @@
 """Fixtures shared by all tests: tiny models, fixed seeds, no network."""
 
 import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported, which reads it once
@@ -69,3 +73,20 @@ def randomize_gates():
         return model
 
     return fill
+
+
+@pytest.fixture
+def run_fresh():
+    """`run_fresh(code, *arguments, **environment)`: runs code in an interpreter of its own; the CompletedProcess."""
+
+    def run(code: str, *arguments, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run

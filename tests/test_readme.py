@@ -1,0 +1,135 @@
+"""The command line starts light, and README tells the truth: its commands exist and its Python runs."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import gated_llama_cli
+
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SOURCE_IN_README = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
+
+
+def command_line() -> dict:
+    return typer.main.get_command(gated_llama_cli.app).commands
+
+
+def test_help_needs_no_torch(run_fresh):
+    code = """
+        import sys
+        from gated_llama_cli import main
+        for arguments in (["--help"], *([name, "--help"] for name in sys.argv[1:])):
+            assert main(arguments) == 0
+        heavy = {"torch", "transformers", "huggingface_hub", "numpy", "gated_llama"} & set(sys.modules)
+        assert not heavy, heavy
+    """
+    result = run_fresh(code, *command_line())
+    assert result.returncode == 0, result.stderr
+    assert "convert" in result.stdout
+
+
+def readme_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.M | re.S)
+
+
+def readme_commands() -> list[str]:
+    blocks = readme_blocks("bash")
+    inline = re.findall(r"`((?:gated-llama|make) [^`\n]+)`", README)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in [*lines, *inline] if line.startswith(("gated-llama ", "make "))]
+
+
+def test_readme_commands_exist():
+    known = command_line()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    lines = readme_commands()
+    assert {"make demo", "make test"} <= set(lines)
+    assert {line.split()[1] for line in lines if line.startswith("gated-llama ")} >= set(known)
+    for line in lines:
+        program, name, *arguments = line.split()
+        if program == "make":
+            assert name in targets, line
+        elif not name.startswith("-"):
+            assert name in known, line
+            options = {option for parameter in known[name].params for option in parameter.opts}
+            assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= options, line
+
+
+@pytest.fixture
+def tiny_llama(tmp_path) -> Path:
+    """Folder of a random Llama with a byte-level tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator([], trainer)
+    folder = tmp_path / "tiny-llama"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_readme_python_runs(tiny_llama, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = "\n".join(readme_blocks("python"))
+    assert text.count(SOURCE_IN_README) == 1
+    exec(text.replace(SOURCE_IN_README, repr(str(tiny_llama))), {})
+    generated, scores = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert generated.startswith("The capital of France is")
+    assert scores == "2 torch.Size([1, 24, 4, 1]) tensor(0.5000, grad_fn=<MeanBackward0>)"
+
+
+@pytest.mark.slow
+def test_readme_python_runs_on_smollm2(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(readme_blocks("python")[0].replace(SOURCE_IN_README, repr(gated_llama_cli.demo.find_smollm2())), {})
+    printed = capsys.readouterr().out
+    assert "Paris" in printed
+    assert "30 torch.Size([1, 5, 9, 1])" in printed
+
+
+@pytest.mark.slow
+def test_help_answers_within_a_second(run_fresh):
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert run_fresh("from gated_llama_cli import main; main(['--help'])").returncode == 0
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1
+
+
+@pytest.mark.slow
+def test_forward_benchmark_prints_ratio_and_theory():
+    command = [sys.executable, ROOT / "benchmarks" / "forward.py", "--rounds", "2", "--json"]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["phase"], row["gate"]) for row in rows] == [
+        ("prefill", "headwise"),
+        ("prefill", "elementwise"),
+        ("decode", "headwise"),
+        ("decode", "elementwise"),
+    ]
+    for row in rows:
+        assert 1 < row["theoretical_ratio"] < 1.1
+        assert 0.5 < row["ratio"] < 2
