@@ -21,9 +21,9 @@ RANKS = {
     "gated_llama.configuration_gated": 0,
     "gated_llama.modeling_gated": 1,
     "gated_llama.hub": 1,
+    "gated_llama.override": 2,
     "gated_llama.registration": 2,
     "gated_llama": 3,
-    "gated_llama.override": 4,
     "gated_llama.convert": 4,
     "gated_llama.diagnostics": 4,
     "gated_llama.retrofit": 5,
@@ -113,7 +113,14 @@ def test_files_stay_short(path):
 def test_functions_stay_short(path):
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    assert not [f"{f.name}: {f.end_lineno - f.lineno + 1} lines" for f in functions if f.end_lineno - f.lineno >= 60]
+    assert not {function.name: lines for function in functions if (lines := code_lines(function)) > 60}
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    first = function.body[0]
+    docstring = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) is not None else 0
+    return function.end_lineno - function.lineno + 1 - docstring
 
 
 # Public names: what checkpoints, adapters and remote code depend on.
