@@ -12,6 +12,7 @@ from .modeling_gated import (
     GatedLlamaModel,
     GatedLlamaPreTrainedModel,
 )
+from .override import gate_override
 from .registration import register
 
 
@@ -27,4 +28,5 @@ __all__ = [
     "GatedLlamaForTokenClassification",
     "GatedLlamaModel",
     "GatedLlamaPreTrainedModel",
+    "gate_override",
 ]
