@@ -301,7 +301,7 @@ def decoder_fields(source: Source, raw: Mapping[str, Any]) -> dict[str, Any]:
     source.check_rotary(raw)
     try:
         config = CONFIG_MAPPING[source.model_type].from_dict(copy.deepcopy(dict(raw)))
-    except (StrictDataclassError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (StrictDataclassError, TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:
         raise ValueError(f"config.json is not a valid {source.model_type} configuration: {one_line(error)}") from error
     if reason := source.refuse(config):
         raise ValueError(f"This {source.model_type} checkpoint cannot be represented: {reason}.")

@@ -6,6 +6,7 @@ files can give other ids under another type. So the ids are compared, and a clas
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,7 +93,7 @@ def copy_files(source: Path, folder: Path) -> None:
 
 def load_tokenizer(folder: Path, **options):
     try:
-        return AutoTokenizer.from_pretrained(folder, **options)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except Exception as error:  # a damaged file surfaces as almost any type
         raise ValueError(f"The tokenizer of {folder} cannot be loaded: {one_line(error)}") from error
 
@@ -150,4 +151,6 @@ def expected_ids(source, folder: Path) -> tuple[list[Ids], list[str]]:
 
 
 def ids_of(tokenizer) -> list[Ids]:
-    return [Ids(*(tokenizer.encode(text, add_special_tokens=special) for special in (False, True))) for text in PROBES]
+    # verbose=False: no warning that a probe is longer than model_max_length
+    encode = partial(tokenizer.encode, verbose=False)
+    return [Ids(*(encode(text, add_special_tokens=special) for special in (False, True))) for text in PROBES]

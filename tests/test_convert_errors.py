@@ -1,0 +1,415 @@
+"""Bad input to the converter: one clear line, nothing half-written, the source untouched."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from huggingface_hub.errors import RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, SmolLM3Config
+
+from gated_llama.convert import checkpoint as checkpoint_module
+from gated_llama.convert import convert_checkpoint, opening
+
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def save_source(tmp_path):
+    """`save_source(config_class, shards=False, **fields)`: folder with a random model."""
+
+    def save(config_class=LlamaConfig, shards=False, **fields) -> Path:
+        model = AutoModelForCausalLM.from_config(config_class(**{**TINY, **fields}))
+        model.save_pretrained(tmp_path / "source", max_shard_size="20KB" if shards else "5GB")
+        return tmp_path / "source"
+
+    return save
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def refused(folder: Path, match: str | None, error=ValueError, output: str = "out", **options) -> None:
+    """The conversion raises one line that matches and leaves the parent of its output and the source as they were."""
+    before, around = digest(folder), sorted(os.listdir(folder.parent))
+    with pytest.raises(error, match=match) as caught:
+        convert_checkpoint(folder, folder.parent / output, **options)
+    if error is ValueError:
+        assert "\n" not in str(caught.value)
+    assert sorted(os.listdir(folder.parent)) == around
+    assert digest(folder) == before
+
+
+def edit_json(path: Path, **changes) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def edit_tensors(folder: Path, **changes) -> None:
+    """Replaces tensors of a single-file checkpoint; `...` removes one. Double underscores stand for dots."""
+    tensors = load_file(folder / WEIGHTS) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not ...}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"position": "G6"}, "G6"),
+        ({"granularity": "per-head"}, "per-head"),
+        ({"activation": "relu"}, "relu"),
+        ({"operation": "divide"}, "divide"),
+        ({"gate_input": "queries"}, "queries"),
+        ({"position": "G5"}, "no head axis"),
+        ({"layers": []}, "gate_layers"),
+        ({"layers": [4]}, r"layers are 0 to 3"),
+        ({"policy": "zero"}, r"policy='zero' is unknown; choose one of identity, open, normal"),
+        ({"policy": "open"}, "needs bias"),
+        ({"bias": 4.0}, "belongs to policy='open'"),
+        ({"policy": "open", "bias": 4.0, "gate_bias": False}, "needs gate_bias=True"),
+        ({"policy": "open", "bias": 4.0, "gate_input": "states", "granularity": "elementwise"}, "has no bias"),
+        ({"operation": "add"}, r"it adds 0.5 at a zero logit"),
+        ({"operation": "add", "activation": "ns_sigmoid"}, r"it adds 0.75 at a zero logit"),
+        ({"activation": "silu", "gate_bias": False}, "needs gate_bias=True"),
+        ({"gate_input": "states", "granularity": "elementwise"}, "has no parameter"),
+        ({"gate_input": "constant", "gate_bias": True}, "no projection"),
+        ({"position": None, "policy": "normal"}, "needs a gate"),
+        ({"dtype": "int8"}, r"dtype='int8' is not supported; choose one of float32, bfloat16, float16"),
+        ({"max_shard_size": "5 gigabytes"}, "not supported"),
+        ({"max_shard_size": 0}, "no room"),
+        ({"revision": "main"}, "belongs to a Hub id"),
+    ],
+)
+def test_request_is_refused(options, match, save_source):
+    refused(save_source(), match, **options)
+
+
+def test_states_input_has_nothing_to_write(save_source, tmp_path):
+    report = convert_checkpoint(
+        save_source(), tmp_path / "out", gate_input="states", granularity="elementwise", policy="normal"
+    )
+    assert report.tensors_written == report.tensors_read
+    assert any("differs" in note for note in report.notes)
+
+
+def test_output_is_never_overwritten(save_source, tmp_path):
+    folder = save_source()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "keep.txt").write_text("mine")
+    refused(folder, "is not empty")
+    assert (tmp_path / "out" / "keep.txt").read_text() == "mine"
+    (tmp_path / "file").write_text("mine")
+    refused(folder, "is a file", output="file")
+    refused(folder, "lies in the source", output="source/gated")
+    refused(folder, "is not empty|lies in the source", output="source")
+    (tmp_path / "empty").mkdir()
+    convert_checkpoint(folder, tmp_path / "empty")
+    assert (tmp_path / "empty" / "config.json").is_file()
+
+
+def test_output_in_new_folders(save_source, tmp_path):
+    folder = save_source()
+    refused(folder, "policy", output="new/deep/out", policy="zero")
+    convert_checkpoint(folder, tmp_path / "new" / "deep" / "out")
+    assert os.listdir(tmp_path / "new" / "deep") == ["out"]
+
+
+def test_source_that_is_not_there(tmp_path):
+    for source, match in (
+        (tmp_path / "absent", "does not exist"),
+        ("./absent", "does not exist"),
+        ("a/b/c", "does not exist"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            convert_checkpoint(source, tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no config.json"):
+        convert_checkpoint(tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"name the folder of a checkpoint, or a .gguf file"):
+        convert_checkpoint(tmp_path / "weights.bin", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class Hub:
+    """Stands for the Hub: serves `snapshot_download` from a folder and records what was asked for."""
+
+    def __init__(self, folder: Path, cache: Path, error: Exception | None = None):
+        self.folder, self.cache, self.error, self.calls = folder, cache, error, []
+
+    def download(self, repository, *, revision, allow_patterns):
+        self.calls.append((repository, revision, allow_patterns))
+        if self.error:
+            raise self.error
+        snapshot = self.cache / "c0ffee"
+        for path in self.folder.iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                snapshot.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, snapshot / path.name)
+        return str(snapshot)
+
+
+def test_hub_source_fetches_what_its_index_names(save_source, tmp_path, monkeypatch):
+    folder = save_source(shards=True)
+    save_file({"stale": torch.zeros(3)}, folder / "consolidated.safetensors")
+    torch.save({}, folder / "pytorch_model.bin")
+    hub = Hub(folder, tmp_path / "cache")
+    monkeypatch.setattr(opening, "snapshot_download", hub.download)
+    report = convert_checkpoint("someone/some-model", tmp_path / "out", revision="v1")
+    assert report.source == "someone/some-model"
+    assert [call[:2] for call in hub.calls] == [("someone/some-model", "v1"), ("someone/some-model", "c0ffee")]
+    fetched = {path.name for path in (tmp_path / "cache" / "c0ffee").iterdir()}
+    assert fetched == {path.name for path in folder.iterdir()} - {"consolidated.safetensors", "pytorch_model.bin"}
+    assert "base_model: someone/some-model" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_hub_source_that_is_not_there(tmp_path, monkeypatch):
+    error = RepositoryNotFoundError("404\nnot found", response=Mock(headers={}))
+    hub = Hub(tmp_path, tmp_path / "cache", error)
+    monkeypatch.setattr(opening, "snapshot_download", hub.download)
+    with pytest.raises(ValueError, match=r"^someone/typo is neither .* nor readable on the Hub: 404 not found"):
+        convert_checkpoint("someone/typo", tmp_path / "out")
+
+
+# Configurations
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes", "match"),
+    [
+        (LlamaConfig, {"model_type": "llama4"}, r"'llama4' cannot be converted; supported are llama, mistral, qwen2"),
+        (LlamaConfig, {"model_type": ...}, "None cannot be converted"),
+        (LlamaConfig, {"model_type": "gated_llama"}, "gated_llama checkpoint already"),
+        (
+            LlamaConfig,
+            {"attn_logit_softcapping": 50.0},
+            r"attn_logit_softcapping=50.0: not known for model type 'llama'",
+        ),
+        (LlamaConfig, {"sliding_window": 8}, "sliding_window=8: not known"),
+        (Qwen2Config, {"attention_bias": True}, "attention_bias=True: not known"),
+        (LlamaConfig, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "a quantised source"),
+        (LlamaConfig, {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "own model code"),
+        (LlamaConfig, {"rope_interleaved": True}, r"rope_interleaved=True: supported is False or None"),
+        (LlamaConfig, {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
+        (LlamaConfig, {"rope_theta": 500000.0}, "rope_theta is given more than once and differently"),
+        (LlamaConfig, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
+        (
+            LlamaConfig,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+            r"partial_rotary_factor=0.25",
+        ),
+        (
+            Qwen2Config,
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e6}}},
+            "per layer type",
+        ),
+        (LlamaConfig, {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
+        (LlamaConfig, {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "two types"),
+        (LlamaConfig, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of different types"),
+        (
+            LlamaConfig,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "gamma": 1}},
+            "not known: gamma",
+        ),
+        (LlamaConfig, {"rope_parameters": "default"}, "not a table"),
+        (LlamaConfig, {"hidden_act": "relu7"}, "hidden_act='relu7' is unknown"),
+        (LlamaConfig, {"hidden_size": "32"}, "not a valid llama configuration"),
+        (LlamaConfig, {"num_attention_heads": 3}, "not a valid llama configuration"),
+        (Qwen3Config, {"layer_types": ["linear_attention"] * 4}, "linear_attention"),
+        (Qwen2Config, {"layer_types": ["sliding_attention"] * 4}, "sliding_window=None"),
+    ],
+)
+def test_config_is_refused(config_class, changes, match, save_source):
+    folder = save_source(config_class)
+    edit_json(folder / "config.json", **changes)
+    refused(folder, match)
+
+
+def test_layers_without_rotary_are_refused_by_name(save_source):
+    refused(save_source(SmolLM3Config, pad_token_id=0), r"layers \[3\] have no rotary embedding")
+
+
+def test_other_architectures_are_refused_by_name(tmp_path):
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    refused(tmp_path / "source", "'gpt2' cannot be converted")
+
+
+@pytest.mark.parametrize("content", ["{", "[1, 2]", "\x00\xff"])
+def test_damaged_config(content, save_source):
+    folder = save_source()
+    (folder / "config.json").write_bytes(content.encode("latin1"))
+    refused(folder, r"config\.json (is not valid JSON|holds a JSON list)")
+
+
+# Weights
+
+
+def test_missing_shard(save_source):
+    folder = save_source(shards=True)
+    victim = sorted(folder.glob("*.safetensors"))[2]
+    victim.unlink()
+    refused(folder, f"{victim.name} is named by {INDEX} but missing")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
+def test_truncated_file(keep, save_source):
+    folder = save_source()
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: int(len(content) * keep) if isinstance(keep, float) else keep])
+    refused(folder, f"{WEIGHTS} is not a whole safetensors file")
+
+
+def test_index_and_files_disagree(save_source):
+    folder = save_source(shards=True)
+    index = json.loads((folder / INDEX).read_text())
+    name = "model.layers.2.mlp.up_proj.weight"
+    other = next(file for file in sorted(set(index["weight_map"].values())) if file != index["weight_map"][name])
+
+    edit_json(folder / INDEX, weight_map=index["weight_map"] | {name: other})
+    refused(folder, f"{name!r} is (not in the index|listed in the index but not in the file)")
+    edit_json(folder / INDEX, weight_map={key: file for key, file in index["weight_map"].items() if key != name})
+    refused(folder, f"{name!r} is not in the index")
+    edit_json(folder / INDEX, weight_map={})
+    refused(folder, "has no weight_map")
+    edit_json(folder / INDEX, weight_map={name: "../other.safetensors"})
+    refused(folder, "not a file of the same folder")
+    (folder / INDEX).write_text("{")
+    refused(folder, "is not valid JSON")
+
+
+def test_unindexed_files_are_ignored(save_source, tmp_path):
+    folder = save_source(shards=True)
+    expected = convert_checkpoint(folder, tmp_path / "before")
+    for stale in ("consolidated.safetensors", "model-00001-of-00002.safetensors"):
+        save_file({"model.norm.weight": torch.full((32,), 7.0), "other": torch.zeros(3)}, folder / stale)
+    assert convert_checkpoint(folder, tmp_path / "after").tensors_read == expected.tensors_read
+    before, after = (load_file(tmp_path / name / WEIGHTS) for name in ("before", "after"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    save_file({"model.norm.weight": torch.zeros(32)}, folder / WEIGHTS)
+    refused(folder, "two sets of weights", output="third")
+
+
+def test_pickled_weights_are_not_read(save_source):
+    folder = save_source()
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    refused(folder, r"pytorch_model.bin but no safetensors: load it once")
+    (folder / "pytorch_model.bin").unlink()
+    refused(folder, f"holds neither {WEIGHTS} nor {INDEX}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model__layers__1__self_attn__k_proj__weight": ...}, r"no tensor 'model.layers.1.self_attn.k_proj.weight'"),
+        ({"lm_head__weight": ...}, r"no tensor 'lm_head.weight'.*tie_word_embeddings is false"),
+        ({"model__layers__1__self_attn__sinks": torch.zeros(4)}, r"a tensor 'model.layers.1.self_attn.sinks'"),
+        ({"model__layers__4__mlp__up_proj__weight": torch.zeros(48, 32)}, r"a tensor 'model.layers.4.mlp"),
+        (
+            {"model__layers__1__self_attn__q_proj__bias": torch.zeros(32)},
+            r"a tensor 'model.layers.1.self_attn.q_proj.bias",
+        ),
+        ({"model__layers__0__self_attn__g_proj__weight": torch.zeros(4, 32)}, "g_proj.weight"),
+        ({"model__norm__weight": torch.zeros(33)}, r"'model.norm.weight' has shape \[33\].*calls for \[32\]"),
+        ({"model__norm__weight": torch.zeros(32, dtype=torch.int8)}, "has dtype I8; supported are F32, BF16, F16"),
+        ({"model__norm__weight": torch.zeros(32).to(torch.float8_e4m3fn)}, "has dtype F8_E4M3"),
+    ],
+)
+def test_tensors_that_do_not_fit(changes, match, save_source):
+    folder = save_source()
+    edit_tensors(folder, **changes)
+    refused(folder, match)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_are_not_finite(value, dtype, save_source, tmp_path):
+    folder = save_source(num_hidden_layers=1)
+    weight = torch.zeros(48, 32, dtype=dtype)
+    weight[47, 31] = value
+    edit_tensors(folder, model__layers__0__mlp__up_proj__weight=weight)
+    refused(folder, r"'model.layers.0.mlp.up_proj.weight' of the source holds values that are not finite")
+
+
+def test_fold_past_float16(save_source, tmp_path):
+    folder = save_source(num_hidden_layers=1)
+    tensors = {name.replace(".", "__"): tensor.half() for name, tensor in load_file(folder / WEIGHTS).items()}
+    tensors["model__layers__0__self_attn__o_proj__weight"][3, 4] = 40000.0
+    edit_tensors(folder, **tensors)
+    refused(folder, r"o_proj.weight' times 2 passes the largest float16 \(65504\): convert with dtype='bfloat16'")
+    convert_checkpoint(folder, tmp_path / "out", dtype="bfloat16")
+    edit_tensors(folder, model__embed_tokens__weight=torch.full((64, 32), 1e5))
+    refused(folder, r"'model.embed_tokens.weight' passes the largest float16", output="other", dtype="float16")
+
+
+# Interruptions
+
+
+def test_full_disk_while_writing(save_source, monkeypatch):
+    folder = save_source()
+    parts = checkpoint_module.Stream.parts
+
+    def fail(stream, name):
+        if name == "model.layers.2.mlp.up_proj.weight":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield from parts(stream, name)
+
+    monkeypatch.setattr(checkpoint_module.Stream, "parts", fail)
+    refused(folder, "No space left on device", error=OSError)
+    refused(folder, "No space left on device", error=OSError, output="new/deep/out")
+
+
+def test_full_disk_is_seen_before_writing(save_source, monkeypatch):
+    folder = save_source()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
+    refused(folder, r"has 1,000 bytes free and the result needs \d", error=OSError)
+
+
+@pytest.mark.parametrize("moment", ["first", "middle", "last"])
+def test_interrupt(moment, save_source):
+    folder = save_source()
+
+    def interrupt(done: int, total: int, name: str) -> None:
+        if moment == "first" or (moment == "middle" and done > total / 2) or done == total:
+            raise KeyboardInterrupt
+
+    refused(folder, None, error=KeyboardInterrupt, progress=interrupt)
+
+
+def test_parts_of_a_failed_folder_are_never_visible(save_source, tmp_path):
+    folder = save_source()
+    listings = []
+    convert_checkpoint(folder, tmp_path / "out", progress=lambda *call: listings.append(os.listdir(tmp_path)))
+    for listing in listings:
+        assert "out" not in listing
+        assert next(name for name in listing if name != "source").startswith(".out.partial-")
+    assert sorted(os.listdir(tmp_path)) == ["out", "source"]
