@@ -41,7 +41,8 @@ def report_error(error: Exception) -> bool:
     message = _message(error)
     if message is None:
         return False
-    err.print(f"[bold red]Error:[/] {escape(' '.join(message.split()))}", soft_wrap=True)
+    if message:  # asking for nothing at all shows the help, which is message enough
+        err.print(f"[bold red]Error:[/] {escape(' '.join(message.split()))}", soft_wrap=True)
     return True
 
 

@@ -1,0 +1,277 @@
+"""Verification: equal models are bitwise equal, and each injected fault is found where it was made."""
+
+import json
+import math
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from gated_llama.convert import convert_checkpoint
+from gated_llama.convert.verify import (
+    first_divergence,
+    layer_divergence,
+    place_name,
+    recorded_states,
+    verify,
+    verify_dtypes,
+)
+
+
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": 40,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PLACES = ["embed_tokens", 0, 1, 2, "norm", "logits"]
+
+
+def llama(**overrides) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**TINY, **overrides})).eval()
+
+
+@pytest.fixture
+def source(tmp_path):
+    llama().save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def byte_tokenizer(*steps) -> PreTrainedTokenizerFast:
+    """One token for each byte, after the normalizers given."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if steps:
+        tokenizer.normalizer = normalizers.Sequence(list(steps))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_checkpoint_equals_itself(source):
+    report = verify(source, source, tokens=16, batch=2)
+    assert report.bitwise
+    assert report.greedy_equal
+    assert report.passes()
+    assert report.max_abs_difference == 0
+    assert report.first_diverging_layer is None
+    assert (report.dtype, report.tokens) == ("float32", 32)
+    assert [layer.place for layer in report.layers] == PLACES
+    assert report.ids_equal is None
+    assert "random" in report.ids
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_wrong_weight_is_found_where_it_is(source, tmp_path, place):
+    model = llama()
+    weights = {"embed_tokens": model.model.embed_tokens, "norm": model.model.norm, "logits": model.lm_head}
+    module = weights[place] if place in weights else model.model.layers[place].mlp.down_proj
+    with torch.no_grad():
+        module.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "result")
+
+    report = verify(source, tmp_path / "result")
+    assert report.first_diverging_layer == place
+    assert not report.bitwise
+    assert not report.passes()
+    assert report.max_abs_difference > 0
+    at = PLACES.index(place)
+    assert all(layer.bitwise and layer.max_abs_difference == 0 for layer in report.layers[:at])
+    assert report.layers[at].max_abs_difference > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_identity_is_proven_and_other_starts_are_not(source, tmp_path, dtype, randomize_gates):
+    convert_checkpoint(source, tmp_path / "identity")
+    convert_checkpoint(source, tmp_path / "normal", policy="normal", layers=[1, 2])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "identity")
+    randomize_gates(model).save_pretrained(tmp_path / "random")
+
+    assert verify(source, tmp_path / "identity", dtype=dtype).passes()
+    assert verify(source, tmp_path / "normal", dtype=dtype).first_diverging_layer == 1
+    random = verify(source, tmp_path / "random", dtype=dtype)
+    assert random.first_diverging_layer == 0
+    assert not random.passes()
+
+
+def test_tolerance_is_on_the_logits(source, tmp_path):
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight.add_(1e-6)
+    model.save_pretrained(tmp_path / "result")
+    report = verify(source, tmp_path / "result")
+    assert not report.passes()
+    assert report.passes(tolerance=report.max_abs_difference)
+    assert not report.passes(tolerance=report.max_abs_difference / 2)
+
+
+def test_greedy_decoding_is_part_of_the_proof(source, tmp_path):
+    model = llama()
+    # Every token ends the text: the source goes on for eight.
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=list(range(TINY["vocab_size"])))
+    model.save_pretrained(tmp_path / "result")
+    report = verify(source, tmp_path / "result")
+    assert report.bitwise
+    assert not report.greedy_equal
+    assert not report.passes()
+
+
+def test_each_dtype_once(source, tmp_path):
+    llama().bfloat16().save_pretrained(tmp_path / "result")
+    reports = verify_dtypes(source, tmp_path / "result", ["float32", "file", "bfloat16"])
+    assert [report.dtype for report in reports] == ["float32", "bfloat16"]
+    # The source's weights rounded to bfloat16 are the result's; in float32 the rounding shows.
+    assert [report.bitwise for report in reports] == [False, True]
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_backends(source, tmp_path, attn_implementation):
+    convert_checkpoint(source, tmp_path / "result", granularity="elementwise")
+    report = verify(source, tmp_path / "result", attn_implementation=attn_implementation)
+    assert report.attn_implementation == attn_implementation
+    assert report.passes()
+
+
+def test_token_ids_are_compared(source, tmp_path):
+    byte_tokenizer().save_pretrained(source)
+    convert_checkpoint(source, tmp_path / "result")
+    report = verify(source, tmp_path / "result", tokens=80)
+    assert report.ids == "the source's tokenizer"
+    assert report.ids_equal is True
+    assert report.passes()
+
+    byte_tokenizer(normalizers.Lowercase()).save_pretrained(tmp_path / "result")
+    report = verify(source, tmp_path / "result")
+    assert report.bitwise
+    assert report.ids_equal is False
+    assert not report.passes()
+    assert not report.passes(tolerance=1.0)
+
+
+def test_a_result_without_tokenizer_is_not_the_same(source, tmp_path):
+    convert_checkpoint(source, tmp_path / "result")
+    byte_tokenizer().save_pretrained(source)
+    assert verify(source, tmp_path / "result").ids_equal is False
+
+
+def test_tokenizer_json_counts_where_a_class_overrules_it(tmp_path):
+    """SmolLM's case: under type llama the class named GPT2Tokenizer drops what the file does before splitting."""
+    llama().save_pretrained(tmp_path / "source")
+    byte_tokenizer(normalizers.Lowercase()).save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    convert_checkpoint(tmp_path / "source", tmp_path / "result")
+    report = verify(tmp_path / "source", tmp_path / "result")
+    assert report.ids_equal is True
+    assert "tokenizer.json" in report.ids
+
+
+def test_text_repeats_until_the_rows_are_full(source):
+    byte_tokenizer().save_pretrained(source)
+    assert verify(source, source, text="ab", tokens=5, batch=3).tokens == 15
+    with pytest.raises(ValueError, match="no tokens"):
+        verify(source, source, text="")
+
+
+def test_ids_beyond_the_embeddings_are_refused(tmp_path):
+    llama(vocab_size=64).save_pretrained(tmp_path / "source")
+    byte_tokenizer().save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="64 embeddings"):
+        verify(tmp_path / "source", tmp_path / "source")
+
+
+def test_absent_and_misshapen_weights_are_never_invented(source, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    convert_checkpoint(source, tmp_path / "result")
+    path = tmp_path / "result" / "model.safetensors"
+    tensors = load_file(path)
+    dropped = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"result has no weights for 1 tensors, the first 'model\.layers\.1\.mlp"):
+        verify(source, tmp_path / "result")
+
+    save_file(tensors | {"model.layers.1.mlp.up_proj.weight": dropped[:-1].clone()}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        verify(source, tmp_path / "result")
+
+
+def test_models_of_another_shape_are_refused(source, tmp_path):
+    llama(num_hidden_layers=2).save_pretrained(tmp_path / "shallow")
+    llama(hidden_size=48).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ValueError, match="6 and 5 layers"):
+        verify(source, tmp_path / "shallow")
+    with pytest.raises(ValueError, match=r"At embed_tokens .* 40\] and .* 48\]"):
+        verify(source, tmp_path / "wide")
+
+
+def test_values_that_are_not_finite(source, tmp_path):
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(1e38)
+    model.save_pretrained(tmp_path / "result")
+
+    report = verify(source, tmp_path / "result")
+    assert report.first_diverging_layer == 1
+    assert report.max_abs_difference == math.inf
+    assert not report.passes(tolerance=1e300)
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["max_abs_difference"] is None
+    with pytest.raises(ValueError, match=r"not finite at model\.layers\.1 in float32"):
+        verify(tmp_path / "result", tmp_path / "result")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"dtype": "int8"}, "int8"), ({"tokens": 0}, "tokens=0"), ({"batch": -1}, "batch=-1")],
+)
+def test_bad_requests(source, options, message):
+    with pytest.raises(ValueError, match=message):
+        verify(source, source, **options)
+
+
+def test_bad_places(source, tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        verify(source, tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        verify(tmp_path, source)
+
+
+def test_divergence_counts_bits():
+    zero, minus_zero = {"norm": torch.zeros(2)}, {"norm": -torch.zeros(2)}
+    (difference,) = layer_divergence(zero, minus_zero)
+    assert difference.max_abs_difference == 0
+    assert not difference.bitwise
+    assert first_divergence([difference]) == "norm"
+    assert first_divergence(layer_divergence(zero, zero)) is None
+    (difference,) = layer_divergence({3: torch.ones(2)}, {3: torch.tensor([1.0, torch.nan])})
+    assert difference.max_abs_difference == math.inf
+    assert place_name(difference.place) == "model.layers.3"
+    with pytest.raises(ValueError, match=r"At model\.layers\.0"):
+        layer_divergence({0: torch.zeros(2)}, {0: torch.zeros(3)})
+
+
+def test_recording_equals_the_librarys_and_leaves_no_trace():
+    model = llama()
+    ids = torch.arange(3, 11).unsqueeze(0)
+    with recorded_states(model) as states:
+        output = model(ids, output_hidden_states=True)
+    assert list(states) == PLACES[:-1]
+    for place, expected in zip(["embed_tokens", 0, 1, "norm"], output.hidden_states, strict=True):
+        assert torch.equal(states[place], expected)
+    assert torch.equal(model.model.norm(states[2]), states["norm"])
+
+    def hooks() -> int:  # the library keeps hooks of its own after a forward with output_hidden_states
+        return sum(len(module._forward_hooks) for module in model.modules())
+
+    before = hooks()
+    with pytest.raises(IndexError), recorded_states(model):
+        model(torch.tensor([[TINY["vocab_size"]]]))
+    assert hooks() == before
