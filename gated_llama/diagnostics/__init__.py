@@ -9,6 +9,17 @@ attention.result().mean, activations.result().spike_writers
 from .activations import Activations, ActivationsResult, SpikeWriter, delimiter_token_ids
 from .attention import FirstTokenAttention, FirstTokenAttentionResult, attention_maps
 from .gates import GateScores, GateScoresResult
+from .interventions import (
+    InterventionOutcome,
+    evicted_keys,
+    gate_interventions,
+    measure_interventions,
+    quantisation_interventions,
+    quantised,
+    scaled_gates,
+    streaming_interventions,
+)
+from .metrics import mean_nll
 from .probes import Probe, attention_modules, decoder_layers, decoder_of
 from .states import FirstTokenStates, FirstTokenStatesResult, OutputSparsity, OutputSparsityResult
 
@@ -22,6 +33,7 @@ __all__ = [
     "FirstTokenStatesResult",
     "GateScores",
     "GateScoresResult",
+    "InterventionOutcome",
     "OutputSparsity",
     "OutputSparsityResult",
     "Probe",
@@ -31,4 +43,12 @@ __all__ = [
     "decoder_layers",
     "decoder_of",
     "delimiter_token_ids",
+    "evicted_keys",
+    "gate_interventions",
+    "mean_nll",
+    "measure_interventions",
+    "quantisation_interventions",
+    "quantised",
+    "scaled_gates",
+    "streaming_interventions",
 ]

@@ -46,11 +46,11 @@ class ActivationsResult:
     """
     Statistics of the layer outputs (the residual stream after each layer) over the real tokens.
 
-    m_act: mean over layers of max |h| (the paper's M-Act). max, max_layer, dimension: the largest |h|, the layer and the
-    residual dimension where it is. max_by_class: per layer, for the first token of each document, delimiters, and all
-    others. massive_layers: |h| > 100 and > 1000 x median |h| (Sun et al., arXiv 2402.17762). step_up: the first layer
-    whose maximum reaches half of `max`; step_down: the first layer after that whose maximum is below half; None if
-    there is none. kurtosis: E[(h - mean)^4] / var^2 over features, averaged over tokens. attention_kurtosis and
+    m_act: mean over layers of max |h| (the paper's M-Act). max, max_layer, dimension: the largest |h|, the layer and
+    the residual dimension where it is. max_by_class: per layer, for the first token of each document, delimiters, and
+    all others. massive_layers: |h| > 100 and > 1000 x median |h| (Sun et al., arXiv 2402.17762). step_up: the first
+    layer whose maximum reaches half of `max`; step_down: the first layer after that whose maximum is below half; None
+    if there is none. kurtosis: E[(h - mean)^4] / var^2 over features, averaged over tokens. attention_kurtosis and
     attention_infinity_norm: the same and max |.|, of the attention's output (Bondarenko et al., arXiv 2306.12929).
     """
 
@@ -86,10 +86,10 @@ class Activations(Probe):
 
     delimiter_ids: token ids of the class "delimiter" (see `delimiter_token_ids`); the class is empty without.
 
-    Spike writers are the hidden units with, on some document's first token,
-    |contribution| > `spike_contribution` and > `spike_over_median` x median |h| of that layer's output, and with
-    |activation| > `spike_over_elsewhere` x its mean magnitude on all other tokens. The mean and not the maximum, since
-    a few later tokens may carry smaller spikes of the same kind. MLPs without a dense output map (experts) are skipped.
+    Spike writers are the hidden units with, on some document's first token, |contribution| > `spike_contribution` and
+    > `spike_over_median` x median |h| of that layer's output, and with |activation| > `spike_over_elsewhere` x its
+    mean magnitude on all other tokens. The mean and not the maximum, since a few later tokens may carry smaller spikes
+    of the same kind. MLPs without a dense output map (experts) are skipped.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Attention on the first token and sinks among the first keys, without attention maps.
 
-Weights come from a_ij = exp(s_ij - LSE_i) in float32, where LSE_i is the log-sum-exp of query i's scores over the keys that
-it sees: the fused CPU kernel's own, or computed over blocks of queries. Memory is one block of scores, never a map.
+Weights come from a_ij = exp(s_ij - LSE_i) in float32, where LSE_i is the log-sum-exp of query i's scores over the keys
+that it sees: the fused CPU kernel's own, or computed over blocks of queries. Memory is one block of scores, never a
+map.
 """
 
 import warnings
@@ -10,7 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from .probes import AttentionCall, Layout, Probe, Visibility, attention_modules, listen_to_attention
+from .probes import AttentionCall, Probe, attention_modules, listen_to_attention
+from .visibility import Layout, Visibility
 
 
 EARLY_QUERIES = 4  # left out of the second convention: attention near the start is high with or without a sink
@@ -24,8 +26,8 @@ class FirstTokenAttentionResult:
     mean: F-Attn, the mean over layers and heads (the paper's convention: all queries but the first token itself, whose
     weight is 1 by necessity); mean_late leaves out the first four queries. per_layer and per_head likewise; None where
     no query was counted. seen_per_layer: share of the counted queries that see the first token at all; below 1 under
-    sliding windows, where the others count as 0. key_attention[layer][head][k]: mean attention on key k (0 is the first
-    token) over the queries from k on, among the first `sink_window` queries of each document.
+    sliding windows, where the others count as 0. key_attention[layer][head][k]: mean attention on key k (0 is the
+    first token) over the queries from k on, among the first `sink_window` queries of each document.
     """
 
     implementation: str
@@ -50,8 +52,8 @@ class FirstTokenAttentionResult:
         Sink_k^eps: share of (layer, head) whose mean attention on key k exceeds eps; k = 1 is the first token.
 
         `key=None` is any-k: some key in the first half of `sink_window` exceeds eps (later keys have too few queries
-        for a mean). Definition and defaults (eps 0.3, 64 tokens): Gu et al., arXiv 2410.10781; here alpha_k is averaged
-        over documents before the threshold.
+        for a mean). Definition and defaults (eps 0.3, 64 tokens): Gu et al., arXiv 2410.10781; here alpha_k is
+        averaged over documents before the threshold.
         """
         if key is not None and not 1 <= key <= self.sink_window:
             raise ValueError(
@@ -117,7 +119,7 @@ class AttentionProbe(Probe):
 
 class FirstTokenAttention(AttentionProbe):
     """
-    F-Attn and Sink_k of every causal self-attention layer that dispatches through the Transformers attention interface.
+    F-Attn and Sink_k of every causal self-attention layer that goes through the Transformers attention interface.
 
     sink_window: queries and keys per document that Sink_k looks at (T = 64 in Gu et al.). query_stride: F-Attn counts
     every n-th query of a document only, which makes long contexts cheaper where the kernel gives no log-sum-exp.
@@ -227,7 +229,7 @@ def _scores(call: AttentionCall, query: torch.Tensor, key: torch.Tensor) -> torc
 
 
 def _log_sum_exp(call: AttentionCall, visibility: Visibility, rows: torch.Tensor, block_bytes: int) -> torch.Tensor:
-    """[batch, heads, seq]: log-sum-exp of each query's scores over the keys it sees, at `rows`; elsewhere undefined."""
+    """[batch, heads, seq]: log-sum-exp of each query's scores over the keys it sees; undefined outside `rows`."""
     batch, heads, seq, _ = call.query.shape
     sinks = call.options.get("s_aux")  # a learned logit per head that takes part in the softmax and has no value
     if call.log_sum_exp is not None and call.log_sum_exp.shape == (batch, heads, seq) and sinks is None:
@@ -292,7 +294,7 @@ def _corner(call: AttentionCall, visibility: Visibility, log_sum_exp: torch.Tens
 
 def _means(sums: torch.Tensor, counts: torch.Tensor) -> list[float | None]:
     counts = counts.expand(sums.shape)
-    return [s / n if n else None for s, n in zip(sums.tolist(), counts.tolist())]
+    return [s / n if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
 
 
 def _mean(values: list[float | None]) -> float | None:

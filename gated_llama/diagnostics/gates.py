@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from .probes import Layout, Probe, attention_modules
+from .probes import Probe, attention_modules
+from .visibility import Layout
 
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -75,11 +76,11 @@ class GateScoresResult:
     """
     Gate scores over real tokens (and coordinates, when elementwise), per gated layer and head.
 
-    quantiles: of all scores in a layer, at `quantile_levels`, interpolated in bins of width (high - low) / bins. shares:
-    `below` 0.1 and `above` 0.9 per layer and head. dead_heads and saturated_heads: [layer, head] with at least 99 % of
-    the scores below 0.1, above 0.9. by_class: mean per layer for the first token of each document and for the others.
-    histogram: counts per layer and bin on [low, high]; scores outside (possible for unbounded activations only) are in
-    the end bins. std_per_head is over tokens and coordinates: 0 for a gate that never moves.
+    quantiles: of all scores in a layer, at `quantile_levels`, interpolated in bins of width (high - low) / bins.
+    shares: `below` 0.1 and `above` 0.9 per layer and head. dead_heads and saturated_heads: [layer, head] with at least
+    99 % of the scores below 0.1, above 0.9. by_class: mean per layer for the first token of each document and for the
+    others. histogram: counts per layer and bin on [low, high]; scores outside (possible for unbounded activations
+    only) are in the end bins. std_per_head is over tokens and coordinates: 0 for a gate that never moves.
     """
 
     model_type: str
@@ -152,7 +153,7 @@ class GateScores(Probe):
         layers = sorted(self._sums)
         sums = [self._sums[layer] for layer in layers]
         per_layer = [s.mean.mean().item() for s in sums]
-        heads = [(layer, head) for layer, s in zip(layers, sums) for head in range(s.heads)]
+        heads = [(layer, head) for layer, s in zip(layers, sums, strict=True) for head in range(s.heads)]
         below, above = ([s.share(name).tolist() for s in sums] for name in ("below", "above"))
         flat_below, flat_above = (torch.tensor([share for row in table for share in row]) for table in (below, above))
         return GateScoresResult(
@@ -173,8 +174,10 @@ class GateScores(Probe):
             share_below=flat_below.mean().item(),
             share_above=flat_above.mean().item(),
             by_class={name: [s.class_mean(name) for s in sums] for name in ("first", "other")},
-            dead_heads=[list(head) for head, share in zip(heads, flat_below.tolist()) if share >= 0.99],
-            saturated_heads=[list(head) for head, share in zip(heads, flat_above.tolist()) if share >= 0.99],
+            dead_heads=[list(head) for head, share in zip(heads, flat_below.tolist(), strict=True) if share >= 0.99],
+            saturated_heads=[
+                list(head) for head, share in zip(heads, flat_above.tolist(), strict=True) if share >= 0.99
+            ],
             low=self.low,
             high=self.high,
             histogram=[s.histogram.tolist() for s in sums],

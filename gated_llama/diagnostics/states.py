@@ -15,11 +15,11 @@ class FirstTokenStatesResult:
     """
     The first token's value norm against the others', and whether its key and value are constants of the model.
 
-    value_norm_ratio[layer][kv head]: |v_0| / median over j >= 1 of |v_j|, averaged over documents; small for a sink that
-    is a no-op, large for one that broadcasts content. key_cosine, value_cosine: mean cosine between first tokens of two
-    documents. key_deviation, value_deviation: root mean square distance from the mean vector, divided by its norm; 0
-    when every document gives the same vector, as with a fixed BOS. All but the ratio need two documents, else None.
-    Keys are as the kernel sees them, after the rotary embedding.
+    value_norm_ratio[layer][kv head]: |v_0| / median over j >= 1 of |v_j|, averaged over documents; small for a sink
+    that is a no-op, large for one that broadcasts content. key_cosine, value_cosine: mean cosine between first tokens
+    of two documents. key_deviation, value_deviation: root mean square distance from the mean vector, divided by its
+    norm; 0 when every document gives the same vector, as with a fixed BOS. All but the ratio need two documents, else
+    None. Keys are as the kernel sees them, after the rotary embedding.
     """
 
     documents: int
@@ -71,7 +71,7 @@ class FirstTokenStates(Probe):
         """The measurement so far. Raises ValueError when nothing was measured."""
         self.require_observations()
         layers = sorted(self._sums)
-        ratios, keys, values = zip(*(self._sums[layer] for layer in layers))
+        ratios, keys, values = zip(*(self._sums[layer] for layer in layers), strict=True)
         return FirstTokenStatesResult(
             documents=self.documents,
             skipped_forwards=self.skipped_forwards,
@@ -100,7 +100,9 @@ class _RatioSums:
 
 
 class _VectorSums:
-    """Sums that give the spread of vectors [documents, heads, width] without keeping them; float64 against cancellation."""
+    """
+    Sums that give the spread of vectors [documents, heads, width] without keeping them; float64 against cancellation.
+    """
 
     def __init__(self, heads: int, width: int):
         self.count = 0
@@ -138,9 +140,9 @@ class OutputSparsityResult:
     """
     S_tau(y), the share of |y| < tau over tokens, heads and coordinates of the attention function's output y.
 
-    Each list is [layer][threshold]: raw, before the gate; gated, what o_proj receives; mean_scaled, y times the layer's
-    mean score; norm_matched, y times the factor that gives it the gated output's root mean square. If the gate only
-    shrank y, the last two would reach the gated sparsity. Both use S_tau(c y) = S_(tau/c)(y) on a histogram of
+    Each list is [layer][threshold]: raw, before the gate; gated, what o_proj receives; mean_scaled, y times the
+    layer's mean score; norm_matched, y times the factor that gives it the gated output's root mean square. If the gate
+    only shrank y, the last two would reach the gated sparsity. Both use S_tau(c y) = S_(tau/c)(y) on a histogram of
     log2 |y| with 16 bins per octave. Without a multiplying gate on the SDPA output only `raw` is measured.
     """
 

@@ -1,0 +1,104 @@
+"""Text to rows of token ids, each beginning with the same first token."""
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """
+    Rows of token ids [rows, context] and how they were made.
+
+    bos: the token that every row begins with, None when rows begin with the text's own tokens. source: where the text
+    is from.
+    """
+
+    ids: torch.Tensor
+    bos: str | None
+    source: str
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.numel()
+
+
+def read_texts(path: str | Path | None) -> tuple[list[str], str]:
+    """
+    Texts of a .txt file (one) or a .jsonl file (field "text" of each line), and a name for the source.
+
+    Without a path, the beginning of Conan Doyle's "A Scandal in Bohemia" (public domain, Standard Ebooks edition),
+    some 5,000 tokens. Raises ValueError for other files and for lines without text.
+    """
+    if path is None:
+        text = files(__package__).joinpath("sample.txt").read_text(encoding="utf-8")
+        return [text], "A Scandal in Bohemia (built in)"
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"Text file {path} does not exist.")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Text file {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
+    if path.suffix == ".txt":
+        return [content], str(path)
+    if path.suffix != ".jsonl":
+        raise ValueError(f"Text file {path} is neither .txt nor .jsonl (one JSON object with a field 'text' a line).")
+    lines = enumerate(content.splitlines(), 1)
+    return [_text_of(line, number, path) for number, line in lines if line.strip()], str(path)
+
+
+def _text_of(line: str, number: int, path: Path) -> str:
+    try:
+        return json.loads(line)["text"] + ""
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"Line {number} of {path} is not a JSON object with a string 'text'.") from error
+
+
+def first_token(tokenizer, bos: str) -> int | None:
+    """
+    Id of the token that rows begin with: "auto" is the tokenizer's own beginning-of-sequence token if it has one,
+    "none" is none, anything else names a token. Raises ValueError for a name that is not one token.
+    """
+    if bos == "none":
+        return None
+    if bos == "auto":
+        return tokenizer.bos_token_id
+    ids = tokenizer.encode(bos, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ValueError(f"bos={bos!r} is {len(ids)} tokens and must be one; or choose 'auto' or 'none'.")
+    return ids[0]
+
+
+def build_corpus(tokenizer, texts: list[str], source: str, *, tokens: int, context: int, bos: str = "auto") -> Corpus:
+    """
+    Cuts the texts, one after the other, into rows of `context` tokens, at most `tokens` in all.
+
+    A text that is shorter than one row gives one short row. Raises ValueError for an empty text, and for numbers below
+    two (one token predicts nothing and attends to nothing but itself).
+    """
+    for name, value in (("tokens", tokens), ("context", context)):
+        if value < 2:
+            raise ValueError(f"{name}={value} is too few; at least 2 are needed.")
+    start = first_token(tokenizer, bos)
+    context = min(context, tokens)
+    body = context - (start is not None)
+    wanted = body * max(1, tokens // context)
+    stream: list[int] = []
+    for text in texts:
+        stream += tokenizer.encode(text, add_special_tokens=False)
+        if len(stream) >= wanted:
+            break
+    if not stream:
+        raise ValueError(f"The text ({source}) is empty: it gives no tokens.")
+    body = min(body, len(stream))
+    rows = torch.tensor(stream[: min(wanted, len(stream) // body * body)]).view(-1, body)
+    if start is not None:
+        rows = torch.cat([torch.full((len(rows), 1), start), rows], dim=1)
+    if rows.shape[1] < 2:
+        raise ValueError(f"The text ({source}) has one token; at least two are needed.")
+    name = None if start is None else tokenizer.convert_ids_to_tokens(start)
+    return Corpus(rows, name, source)

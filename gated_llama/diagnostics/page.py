@@ -1,0 +1,156 @@
+"""A diagnosis on disk: report.json, PNG pictures and one page that holds them all."""
+
+import base64
+import io
+import json
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .figures import both, figures, label
+
+
+if TYPE_CHECKING:
+    from .report import DiagnosisReport
+
+
+CAPTIONS = {
+    "first_token_attention": "Attention on the first token by layer, mean over heads and all queries but its own.",
+    "max_activation": "Largest absolute hidden state after each layer.",
+    "attention_maps": "Attention maps of the first tokens of the text, mean over heads; the first column is the sink.",
+    "sparsity": "Share of small values in what attention read: before the gate, after it, and after mere scaling.",
+    "gate_histograms": "Gate scores: of all layers, and by layer (shade relative to the layer's fullest bin).",
+    "gate_means": "Mean gate score of each head.",
+}
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+table { border-collapse: collapse }
+th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid #ddd }
+th:first-child, td:first-child { text-align: left }
+img { max-width: 100% } figure { margin: 1rem 0 } figcaption { color: #555 }
+"""
+
+Rows = list[list[str]]  # the first row is the heading
+
+
+def number(value: float | int | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def summary_rows(report: "DiagnosisReport") -> Rows:
+    """The main numbers, one column for each model."""
+    columns = [dict(main_numbers(each)) for each in both(report)]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    heading = ["", *(label(each) for each in both(report))]
+    return [heading, *([name, *(column.get(name, "-") for column in columns)] for name in names)]
+
+
+def main_numbers(report: "DiagnosisReport") -> list[tuple[str, str]]:
+    attention, activation, gates = report.first_token_attention, report.max_activation, report.gate_scores
+    first = ", ".join(f"{entry['token']!r} x {entry['count']}" for entry in attention["first_tokens"][:3])
+    rows = [
+        ("token 0", first),
+        ("first-token attention, mean", number(attention["mean"])),
+        ("without the first four queries", number(attention["mean_late"])),
+        *((f"sink rate, key {key}, eps 0.3", number(rate)) for key, rate in attention["sink_rate"].items()),
+        ("max activation", number(activation["max"])),
+        ("in layer / dimension", f"{activation['max_layer']} / {activation['dimension']}"),
+        ("mean over layers (M-Act)", number(activation["m_act"])),
+        ("rises in / falls in layer", f"{number(activation['step_up'])} / {number(activation['step_down'])}"),
+        ("massive in layers", spans(activation["massive_layers"])),
+    ]
+    if gates is not None:
+        rows += [
+            ("gate score, mean", number(gates["mean"])),
+            ("gate scores < 0.1 / > 0.9", f"{gates['share_below']:.1%} / {gates['share_above']:.1%}"),
+            ("dead / saturated heads", f"{len(gates['dead_heads'])} / {len(gates['saturated_heads'])}"),
+        ]
+    return rows
+
+
+def spans(layers: list[int]) -> str:
+    """[1, 2, 3, 7] -> "1-3, 7"."""
+    groups: list[list[int]] = []
+    for layer in layers:
+        if groups and layer == groups[-1][-1] + 1:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return ", ".join(str(g[0]) if len(g) == 1 else f"{g[0]}-{g[-1]}" for g in groups) or "none"
+
+
+def spike_rows(report: "DiagnosisReport", most: int = 12) -> Rows:
+    """Spike writers, the largest contribution first."""
+    heading = ["layer", "unit", "on the first token", "elsewhere at most", "contribution", "dimension"]
+    keys = ("layer", "unit", "first_token_activation", "elsewhere_max", "contribution", "dimension")
+    return [heading, *([number(writer[key]) for key in keys] for writer in report.spike_writers[:most])]
+
+
+def intervention_rows(report: "DiagnosisReport") -> Rows:
+    heading = ["intervention", "perplexity", "ratio", "KL (nats/token)"]
+    rows = [
+        [o["name"], number(o["perplexity"]), number(o["perplexity_ratio"]), number(o["kl"])]
+        for o in report.interventions or []
+    ]
+    return [heading, *rows, *([f"{name}: not run", reason, "", ""] for name, reason in report.left_out.items())]
+
+
+def png(figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
+def html_table(rows: Rows) -> str:
+    def line(cells: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return "<table>" + line(rows[0], "th") + "".join(line(row, "td") for row in rows[1:]) + "</table>"
+
+
+def html_figure(name: str, picture: bytes) -> str:
+    key = name.removesuffix("_against")
+    caption = CAPTIONS[key] + (" The model compared with." if key != name else "")
+    data = base64.b64encode(picture).decode()
+    return f'<figure><img alt="{escape(caption)}" src="data:image/png;base64,{data}"><figcaption>{escape(caption)}'
+
+
+def page(report: "DiagnosisReport", pictures: dict[str, bytes]) -> str:
+    """One HTML document with every table and picture inside; it needs no other file."""
+    text = report.text
+    about = f"{text['rows']} rows of {text['context']} tokens from {text['source']}; " + (
+        f"each begins with {text['bos']!r}." if text["bos"] else "no token is put in front."
+    )
+    parts = [f"<h1>{escape(label(report))}</h1><p>{escape(about)}</p>", html_table(summary_rows(report))]
+    parts += [html_figure(name, picture) + "</figure>" for name, picture in pictures.items()]
+    for each in both(report):
+        parts.append(f"<h2>Spike writers of {escape(label(each))}</h2>")
+        parts.append(html_table(spike_rows(each)) if each.spike_writers else "<p>None.</p>")
+        if each.interventions is not None:
+            parts.append(f"<h2>Interventions on {escape(label(each))}</h2>" + html_table(intervention_rows(each)))
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(label(report))}</title>'
+        f"<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def write_report(report: "DiagnosisReport", folder: Path) -> dict[str, Any]:
+    """
+    Writes report.json, report.html and one PNG per picture into an existing folder; returns the JSON's content.
+
+    Raises ValueError when matplotlib is missing.
+    """
+    content = report.to_dict()
+    pictures = {name: png(figure) for name, figure in figures(report).items()}
+    for name, picture in pictures.items():
+        (folder / f"{name}.png").write_bytes(picture)
+    (folder / "report.json").write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
+    (folder / "report.html").write_text(page(report, pictures), encoding="utf-8")
+    return content

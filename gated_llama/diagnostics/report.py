@@ -1,0 +1,190 @@
+"""All diagnostics of one model on one text, as one object that becomes JSON, a table, pictures and a page."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import __version__
+from .activations import Activations, delimiter_token_ids
+from .attention import FirstTokenAttention, attention_maps
+from .corpus import Corpus
+from .gates import GateScores, GateScoresResult
+from .interventions import (
+    gate_interventions,
+    measure_interventions,
+    quantisation_interventions,
+    streaming_interventions,
+)
+from .probes import attention_modules
+from .states import FirstTokenStates, OutputSparsity
+
+
+SCHEMA_VERSION = 1
+MAP_TOKENS = 48  # attention maps are pictures of the first tokens of the first row
+MAP_LAYERS = 4
+
+Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
+
+
+@dataclass(frozen=True)
+class DiagnosisReport:
+    """
+    What `diagnose` measured of one model. Numbers are those of the probes' results, see there for definitions.
+
+    model, text: what was measured on what. first_token_attention: `FirstTokenAttentionResult` with `sink_rate`.
+    max_activation: `ActivationsResult`. spike_writers: its list of {layer, unit, first_token_activation,
+    elsewhere_max, elsewhere_mean, contribution, dimension}. gate_scores: `GateScoresResult`, None without a gate. sparsity:
+    `OutputSparsityResult`. first_token_states: `FirstTokenStatesResult`. interventions: list of `InterventionOutcome`,
+    None when not asked for; those that do not apply to the model are in `left_out` with the reason. maps: attention
+    maps for the pictures, not part of the JSON. against: the same of another model.
+    """
+
+    model: dict[str, Any]
+    text: dict[str, Any]
+    first_token_attention: dict[str, Any]
+    max_activation: dict[str, Any]
+    spike_writers: list[dict[str, Any]]
+    gate_scores: dict[str, Any] | None
+    sparsity: dict[str, Any]
+    first_token_states: dict[str, Any]
+    interventions: list[dict[str, Any]] | None
+    left_out: dict[str, str]
+    maps: dict[int, torch.Tensor] = field(repr=False)
+    map_tokens: list[str] = field(repr=False)
+    against: "DiagnosisReport | None" = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of report.json: plain numbers, lists and names, with `schema_version`."""
+        report = asdict(replace(self, maps={}, against=None))
+        del report["maps"], report["map_tokens"]
+        against = self.against.to_dict() if self.against else None
+        return {"schema_version": SCHEMA_VERSION, "gated_llama_version": __version__, **report, "against": against}
+
+
+def diagnose(
+    model: nn.Module,
+    tokenizer,
+    corpus: Corpus,
+    *,
+    name: str = "",
+    batch_size: int = 1,
+    interventions: bool = True,
+    intervention_tokens: int = 2048,
+    map_layers: list[int] | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> DiagnosisReport:
+    """
+    Runs every probe over the corpus in one pass, then the interventions on its first `intervention_tokens` tokens.
+
+    Works on any causal language model whose attention goes through the Transformers attention interface; the model is
+    left as it was. Raises ValueError for other models and for unknown layers in `map_layers`.
+    """
+    modules = attention_modules(model)
+    map_layers = spread(sorted(modules), MAP_LAYERS) if map_layers is None else map_layers
+    maps = attention_maps(model, corpus.ids[0, :MAP_TOKENS], map_layers)
+    probes = make_probes(model, tokenizer)
+    batches = corpus.ids.split(batch_size)
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for probe in probes.values():
+            stack.enter_context(probe)
+        for index, batch in enumerate(batches):
+            progress("probing", index, len(batches))
+            model(batch.to(model.device), use_cache=False)
+    results = {key: probe.result() for key, probe in probes.items()}
+    outcomes, left_out = None, {}
+    if interventions:
+        rows = corpus.ids[: max(1, intervention_tokens // corpus.ids.shape[1])]
+        outcomes, left_out = intervene(model, list(rows.split(batch_size)), results.get("gate_scores"), progress)
+    activations = results["max_activation"].to_dict()
+    return DiagnosisReport(
+        model=describe(model, name, modules),
+        text={"source": corpus.source, "rows": len(corpus.ids), "context": corpus.ids.shape[1], "bos": corpus.bos},
+        first_token_attention=name_tokens(results["first_token_attention"].to_dict(), tokenizer),
+        spike_writers=activations.pop("spike_writers"),
+        max_activation=activations,
+        gate_scores=results["gate_scores"].to_dict() if "gate_scores" in results else None,
+        sparsity=results["sparsity"].to_dict(),
+        first_token_states=name_tokens(results["first_token_states"].to_dict(), tokenizer),
+        interventions=outcomes,
+        left_out=left_out,
+        maps=maps,
+        map_tokens=[tokenizer.decode([token]) for token in corpus.ids[0, :MAP_TOKENS].tolist()],
+    )
+
+
+def make_probes(model: nn.Module, tokenizer) -> dict[str, Any]:
+    """The probes that apply to the model, under the names of the report's sections."""
+    probes = {
+        "first_token_attention": FirstTokenAttention(model),
+        "max_activation": Activations(model, delimiter_ids=delimiter_token_ids(tokenizer)),
+        "sparsity": OutputSparsity(model),
+        "first_token_states": FirstTokenStates(model),
+    }
+    with contextlib.suppress(ValueError):  # no gate that is known: the section stays empty
+        probes["gate_scores"] = GateScores(model)
+    return probes
+
+
+def intervene(
+    model: nn.Module, batches: list[torch.Tensor], scores: GateScoresResult | None, progress: Progress
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Outcomes of all interventions that apply, and why the others do not."""
+    window = batches[0].shape[1] // 2
+    offers = {
+        "gates": lambda: gate_interventions(model, scores) if scores else refuse("the model has no known gate"),
+        "window": lambda: streaming_interventions(model, window),
+        "quantisation": lambda: quantisation_interventions(model),
+    }
+    chosen, left_out = {}, {}
+    for kind, offer in offers.items():
+        try:
+            chosen |= offer()
+        except ValueError as error:
+            left_out[kind] = str(error)
+    applicable = {}
+    for index, (name, intervention) in enumerate(chosen.items()):
+        progress("interventions", index, len(chosen))
+        try:
+            measured = measure_interventions(model, batches, {name: intervention})
+        except ValueError as error:
+            left_out[name] = str(error)
+            continue
+        applicable.setdefault("unchanged", measured[0].to_dict())
+        applicable[name] = measured[1].to_dict()
+    return list(applicable.values()), left_out
+
+
+def refuse(reason: str):
+    raise ValueError(reason)
+
+
+def describe(model: nn.Module, name: str, modules: dict[int, nn.Module]) -> dict[str, Any]:
+    config = model.config
+    return {
+        "name": name or config.name_or_path,
+        "model_type": config.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attn_implementation": str(config._attn_implementation),
+        "layers": config.num_hidden_layers,
+        "attention_layers": sorted(modules),
+        "heads": config.num_attention_heads,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def name_tokens(section: dict[str, Any], tokenizer) -> dict[str, Any]:
+    """Adds the text of each first token to its id and count."""
+    for entry in section["first_tokens"]:
+        entry["token"] = tokenizer.convert_ids_to_tokens(entry["id"])
+    return section
+
+
+def spread(layers: list[int], count: int) -> list[int]:
+    """`count` of the layers at equal distances, the first and the last among them."""
+    if len(layers) <= count:
+        return layers
+    return [layers[round(index * (len(layers) - 1) / (count - 1))] for index in range(count)]
