@@ -218,10 +218,16 @@ def without_axes(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in rope.items() if not name.startswith("mrope_")}
 
 
+def text_rope(config: PreTrainedConfig) -> dict[str, Any]:
+    """Rotary parameters for text alone; a rotary share of 1 is this decoder's default and left out."""
+    rope = without_axes(config.rope_parameters)
+    return {name: value for name, value in rope.items() if (name, value) != ("partial_rotary_factor", 1)}
+
+
 QWEN_GATED_FIELDS = (
     COMMON_FIELDS
     | ATTENTION_BIAS
-    | {"qk_norm": lambda config: True, "rope_parameters": lambda config: without_axes(config.rope_parameters)}
+    | {"qk_norm": lambda config: True, "rope_parameters": text_rope}
     | gate(lambda config: "elementwise", lambda config: config.attention_bias)
 )
 QWEN_GATED_READS = frozenset(

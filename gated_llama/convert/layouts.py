@@ -16,6 +16,11 @@
 Weights are [rows, columns] as `nn.Linear` holds them and biases are [rows]; rows are outputs, and every function takes
 both. Head h of a projection is `head_dim` rows, or a single row in a headwise gate. Several layouts have the same
 shape, so nothing here infers one: callers name it, and `layout_contrasts` only says how plausible a name looks.
+
+Checkpoints that are no folders of Transformers are taken apart with the same functions and loaded by name: Megatron's
+linear_qkv as "megatron" or "megatron_tail" (then `merge_elementwise` where a headwise gate was stored with its row
+repeated), OLMo-core's w_q and w_g as they are, narrow gates with `widen_gate`, and a gate that multiplies by
+2 sigmoid(u) with `fold_scale(o_proj, 2)`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -203,7 +208,7 @@ def layout_contrasts(weight: torch.Tensor, geometry: HeadGeometry) -> dict[str, 
     """
     How far query rows and gate rows differ in size under each layout that would have this shape.
 
-    The contrast is mean(log |q rows|) - mean(log |g rows|) with |row| the root mean square: queries and gates of a
+    The contrast is mean(log |q rows|) - mean(log |g rows|) with |row| the Euclidean norm: queries and gates of a
     trained model are rarely of one size, so the true row order shows the largest magnitude and a wrong one mixes both
     towards 0. Average it over layers before reading it.
 
@@ -211,7 +216,8 @@ def layout_contrasts(weight: torch.Tensor, geometry: HeadGeometry) -> dict[str, 
         weight: a fused query/gate weight [rows, hidden].
     Returns: the signed contrast for each name of `CONFUSABLE`.
     """
-    sizes = weight.float().square().mean(dim=1).clamp_min(torch.finfo(torch.float32).tiny).log() / 2
+    norms = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)  # no copy of the weight in float32
+    sizes = norms.clamp_min(torch.finfo(torch.float32).tiny).log()
     parts = {name: LAYOUTS[name].split(sizes, geometry) for name in CONFUSABLE}
     return {name: (rows["q"].mean() - rows["g"].mean()).item() for name, rows in parts.items()}
 
