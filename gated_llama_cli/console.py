@@ -26,6 +26,7 @@ def facts(title: str, rows: list[tuple[str, str]]) -> Table:
 def quiet():
     """Silences warnings and load reports of the libraries."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_VERBOSITY"] = "error"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

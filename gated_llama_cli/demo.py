@@ -11,13 +11,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from .console import err, hide_bars, out
+
+
+if TYPE_CHECKING:
+    from gated_llama.convert.loading import Loadable
 
 
 QUESTION = "Why is the sky blue? Answer in one sentence."
@@ -40,9 +44,12 @@ def demo(
     """Convert a real model, prove it equal, generate, save, and load it elsewhere as remote code."""
     hide_bars()
     source = model or find_smollm2()
+    from gated_llama.convert.loading import Loadable
+
+    run = Run(Loadable.open(source), folder)
     prepare(folder, overwrite)
-    run = Run(source, folder)
     run.step("convert", convert)
+    (folder / MARKER).write_text("{}")
     run.step("verify", verify)
     run.step("generate", generate)
     run.step("save again, load elsewhere", load_elsewhere)
@@ -71,7 +78,7 @@ class Step:
 class Run:
     """The demonstration so far; `say` changes the line that is shown while a step works."""
 
-    source: str
+    source: "Loadable"
     folder: Path
     steps: list[Step] = field(default_factory=list)
     answer: str = ""
@@ -110,8 +117,6 @@ def prepare(folder: Path, overwrite: bool):
             f"--out {folder} holds files that no demonstration made: name another folder, or pass --overwrite to "
             f"replace {GATED}/ and {SAVED_AGAIN}/ in it."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).write_text("{}")
     for name in (GATED, SAVED_AGAIN):
         shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -120,7 +125,7 @@ def convert(run: Run) -> Outcome:
     from gated_llama.convert import convert_checkpoint
 
     report = convert_checkpoint(
-        run.source,
+        run.source.name,
         run.gated,
         position="G1",
         granularity="headwise",
@@ -147,11 +152,11 @@ def verify(run: Run) -> Outcome:
 def generate(run: Run) -> Outcome:
     from gated_llama.convert.loading import Loadable
 
-    source, result = Loadable.open(run.source), Loadable.open(run.gated)
+    result = Loadable.open(run.gated)
     tokenizer = result.load_tokenizer() if result.has_tokenizer else None
     prompt = prompt_ids(tokenizer)
     answers = []
-    for loadable in (source, result):
+    for loadable in (run.source, result):
         run.say(str(loadable))
         ids = loadable.load_model("float32").generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
         answers.append(ids[0, prompt.shape[1] :].tolist())
@@ -214,7 +219,7 @@ def clean_process(folder: Path, ids_file: Path, logits_file: Path, modules: str)
 
 
 def show(run: Run):
-    table = Table(title=f"gated-llama demo: {escape(Path(run.source).name)}", title_justify="left")
+    table = Table(title=f"gated-llama demo: {escape(Path(run.source.name).name)}", title_justify="left")
     table.add_column("step")
     table.add_column("result", overflow="fold")
     table.add_column("seconds", justify="right")

@@ -277,6 +277,7 @@ def test_verify_reads_text(cli, source, tmp_path):
         (["inspect", "./nothing"], ["./nothing does not exist"]),
         (["conver"], ["conver", "Did you mean", "convert"]),
         (["demo", "--model", "{source}", "--out", "{source}"], ["{source}", "--overwrite"]),
+        (["demo", "--model", "./nothing", "--out", "{out}"], ["./nothing does not exist"]),
     ],
 )
 def test_a_mistake_gives_one_line_and_exit_code_2(cli, source, tmp_path, arguments, names):
@@ -460,7 +461,9 @@ def test_demo_on_a_small_model(cli, source, tmp_path):
 def test_demo_replaces_its_own_files_only(tmp_path):
     folder = tmp_path / "demo"
     demo_command.prepare(folder, overwrite=False)
-    (folder / "gated").mkdir()
+    assert not folder.exists()
+    (folder / "gated").mkdir(parents=True)
+    (folder / demo_command.MARKER).write_text("{}")
     (folder / "mine.txt").write_text("kept")
     demo_command.prepare(folder, overwrite=False)
     assert not (folder / "gated").exists()
@@ -479,6 +482,7 @@ def test_demo_says_when_a_step_fails(cli, source, tmp_path, monkeypatch):
         return demo_command.Outcome(True, "spoiled")
 
     monkeypatch.setattr(demo_command, "convert", spoil)
+    monkeypatch.setattr(demo_command, "load_elsewhere", lambda run: demo_command.Outcome(True, ""))
     code, out, _ = cli("demo", "--model", source, "--out", tmp_path / "demo")
     assert code == 1
     assert "logits differ by" in out

@@ -22,9 +22,9 @@ class Loadable:
     checkpoint: Checkpoint
 
     @classmethod
-    def open(cls, source: str | Path, revision: str | None = None) -> "Loadable":
-        """ValueError when there is no checkpoint, or a damaged one."""
-        return cls(str(source), open_checkpoint(source, revision))
+    def open(cls, source: "str | Path | Loadable", revision: str | None = None) -> "Loadable":
+        """ValueError when there is no checkpoint, or a damaged one. What is open already is returned."""
+        return source if isinstance(source, Loadable) else cls(str(source), open_checkpoint(source, revision))
 
     def __str__(self) -> str:
         return self.name

@@ -211,7 +211,9 @@ def _encode(source: Loadable, result: Loadable, text: str) -> tuple[list[int], s
     return stream, "the source's tokenizer", found == stream
 
 
-def verify(source: str | Path, result: str | Path, *, dtype: str = "float32", **options) -> VerifyReport:
+def verify(
+    source: str | Path | Loadable, result: str | Path | Loadable, *, dtype: str = "float32", **options
+) -> VerifyReport:
     """
     Runs the same token ids through two checkpoints and compares every layer's output, the logits and greedy decoding.
 
@@ -223,8 +225,8 @@ def verify(source: str | Path, result: str | Path, *, dtype: str = "float32", **
 
 
 def verify_dtypes(
-    source: str | Path,
-    result: str | Path,
+    source: str | Path | Loadable,
+    result: str | Path | Loadable,
     dtypes: Sequence[str] = ("float32", "file"),
     *,
     text: str | None = None,
