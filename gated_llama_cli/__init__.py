@@ -15,7 +15,7 @@ import typer
 from .console import quiet, report_error
 
 
-COMMANDS = ("convert", "verify", "inspect", "demo")
+COMMANDS = ("convert", "verify", "inspect", "diagnose", "demo")
 DEBUG_VARIABLE = "GATED_LLAMA_DEBUG"
 
 app = typer.Typer(

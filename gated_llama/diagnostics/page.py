@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,20 @@ def page(report: "DiagnosisReport", pictures: dict[str, bytes]) -> str:
     )
 
 
+def as_json(content: dict[str, Any]) -> str:
+    """Indented, with lists of numbers on one line and six significant digits."""
+    text = json.dumps(rounded(content), indent=1, allow_nan=False)
+    return re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: re.sub(r"\s+", " ", numbers[0]), text)
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 def write_report(report: "DiagnosisReport", folder: Path) -> dict[str, Any]:
     """
     Writes report.json, report.html and one PNG per picture into an existing folder; returns the JSON's content.
@@ -151,6 +166,6 @@ def write_report(report: "DiagnosisReport", folder: Path) -> dict[str, Any]:
     pictures = {name: png(figure) for name, figure in figures(report).items()}
     for name, picture in pictures.items():
         (folder / f"{name}.png").write_bytes(picture)
-    (folder / "report.json").write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
+    (folder / "report.json").write_text(as_json(content), encoding="utf-8")
     (folder / "report.html").write_text(page(report, pictures), encoding="utf-8")
     return content

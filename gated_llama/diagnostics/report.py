@@ -1,7 +1,7 @@
 """All diagnostics of one model on one text, as one object that becomes JSON, a table, pictures and a page."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -37,10 +37,10 @@ class DiagnosisReport:
 
     model, text: what was measured on what. first_token_attention: `FirstTokenAttentionResult` with `sink_rate`.
     max_activation: `ActivationsResult`. spike_writers: its list of {layer, unit, first_token_activation,
-    elsewhere_max, elsewhere_mean, contribution, dimension}. gate_scores: `GateScoresResult`, None without a gate. sparsity:
-    `OutputSparsityResult`. first_token_states: `FirstTokenStatesResult`. interventions: list of `InterventionOutcome`,
-    None when not asked for; those that do not apply to the model are in `left_out` with the reason. maps: attention
-    maps for the pictures, not part of the JSON. against: the same of another model.
+    elsewhere_max, elsewhere_mean, contribution, dimension}. gate_scores: `GateScoresResult`, None without a gate.
+    sparsity: `OutputSparsityResult`. first_token_states: `FirstTokenStatesResult`. interventions: list of
+    `InterventionOutcome`, None when not asked for; those that do not apply to the model are in `left_out` with the
+    reason. maps: attention maps for the pictures, not part of the JSON. against: the same of another model.
     """
 
     model: dict[str, Any]
@@ -73,7 +73,7 @@ def diagnose(
     name: str = "",
     batch_size: int = 1,
     interventions: bool = True,
-    intervention_tokens: int = 2048,
+    intervention_tokens: int = 1024,
     map_layers: list[int] | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> DiagnosisReport:
@@ -145,17 +145,21 @@ def intervene(
             chosen |= offer()
         except ValueError as error:
             left_out[kind] = str(error)
-    applicable = {}
-    for index, (name, intervention) in enumerate(chosen.items()):
-        progress("interventions", index, len(chosen))
+    for name, intervention in list(chosen.items()):
         try:
-            measured = measure_interventions(model, batches, {name: intervention})
+            with intervention():  # those that do not fit the model say so here
+                pass
         except ValueError as error:
             left_out[name] = str(error)
-            continue
-        applicable.setdefault("unchanged", measured[0].to_dict())
-        applicable[name] = measured[1].to_dict()
-    return list(applicable.values()), left_out
+            del chosen[name]
+    outcomes = measure_interventions(model, counted(batches, progress), chosen)
+    return [outcome.to_dict() for outcome in outcomes], left_out
+
+
+def counted(batches: list[torch.Tensor], progress: Progress) -> Iterator[torch.Tensor]:
+    for index, batch in enumerate(batches):
+        progress("interventions", index, len(batches))
+        yield batch
 
 
 def refuse(reason: str):
