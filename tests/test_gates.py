@@ -1,10 +1,9 @@
 """Every cell of the gate's grid against the equations, forward and gradients; cells without meaning refused."""
 
-from itertools import product
-
 import pytest
 import reference
 import torch
+from grid import AXES, cells, refusals, valid_cells
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -13,15 +12,6 @@ from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM, GatedLlamaModel
 from gated_llama.modeling_gated import GATE_ACTIVATIONS, AttentionGate
 
 
-AXES = {
-    "gate_position": ["sdpa_output", "value", "key", "query", "dense_output"],
-    "gate_activation": ["sigmoid", "silu", "identity", "ns_sigmoid"],
-    "gate_operation": ["multiply", "add"],
-    "gate_granularity": ["elementwise", "headwise"],
-    "gate_head_shared": [False, True],
-    "gate_input": ["hidden_states", "constant", "states"],
-    "gate_bias": [False, True],
-}
 DECODER = {
     "vocab_size": 24,
     "hidden_size": 20,
@@ -36,29 +26,6 @@ TOKENS = [3, 17, 5, 3]
 
 # In float64 the model and the loops differ by the order of additions only: a few units of 2e-16 on values below 100.
 EXACT = {"rtol": 0, "atol": 1e-11}
-
-
-def refusals(cell: dict, qk_norm: bool) -> list[str]:
-    """The words that a refusal of `cell` must hold, from the definition of each axis; empty when the cell is valid."""
-    headwise, shared = cell["gate_granularity"] == "headwise", cell["gate_head_shared"]
-    before_norm = qk_norm and cell["gate_position"] in ("key", "query")
-    rules = {
-        "no head axis": cell["gate_position"] == "dense_output" and (headwise or shared),
-        "cancels exactly": before_norm and headwise and cell["gate_operation"] == "multiply",
-        "each coordinate gate itself": cell["gate_input"] == "states" and (headwise or shared),
-        "no projection to carry a bias": cell["gate_input"] != "hidden_states" and cell["gate_bias"],
-    }
-    return [words for words, broken in rules.items() if broken]
-
-
-def cells(**fixed) -> list[dict]:
-    """All cells of the grid, the axes named in `fixed` held."""
-    axes = {name: [fixed[name]] if name in fixed else values for name, values in AXES.items()}
-    return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
-
-
-def valid_cells(qk_norm: bool = False, **fixed) -> list[dict]:
-    return [cell for cell in cells(**fixed) if not refusals(cell, qk_norm)]
 
 
 def exact_model(**overrides) -> GatedLlamaForCausalLM:
