@@ -1,4 +1,4 @@
-"""Run by torchrun with a folder of checkpoints: loads each sharded, compares logits and gradients with the whole model."""
+"""Run by torchrun with a folder of checkpoints: loads each sharded and compares it with the whole model."""
 
 import sys
 from pathlib import Path
