@@ -25,7 +25,7 @@ from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
 from gated_llama.convert import convert_checkpoint
-from gated_llama.convert.layouts import LAYOUTS, HeadGeometry
+from gated_llama.convert.layouts import LAYOUTS, HeadGeometry, norm_to_zero_centred
 
 
 QWEN = {
@@ -140,6 +140,10 @@ def test_short_dtypes_keep_the_gains_of_zero_centred_norms(model_type, tmp_path)
     assert len(norms) == 3 * 4 + 1
     for name in norms:
         assert torch.equal(after[name], 1 + before[name].float())
+        assert torch.equal(norm_to_zero_centred(after[name]).bfloat16(), before[name])
+    for name in [name for name in before if "q_proj" in name]:
+        parts = {part: after[name.replace("q_proj", f"{part}_proj")] for part in "qg"}
+        assert torch.equal(LAYOUTS["per_head"].join(parts, HeadGeometry(4, 2, 16, 16)), before[name])
     assert {tensor.dtype for name, tensor in after.items() if name not in norms} == {torch.bfloat16}
     assert report.config.dtype == torch.bfloat16
     assert report.notes[0].startswith("13 norm gains are stored in float32")

@@ -103,7 +103,7 @@ class GatedSource(Source):
         likely = implausible_layout(self.layout, contrasts)
         return likely and (
             f"Query and gate rows of q_proj look as if they were laid out as {likely!r} instead of the declared "
-            f"{self.layout!r}. gated_llama.convert.layout_check.layout_losses tells on a text which of them makes sense."
+            f"{self.layout!r}; gated_llama.convert.layout_check.layout_losses tells on a text which of them fits."
         )
 
 
