@@ -12,11 +12,12 @@ from typing import Annotated
 
 import typer
 
-from .console import quiet, report_error
+from .console import err, quiet, report_error
 
 
 COMMANDS = ("convert", "verify", "inspect", "diagnose", "demo")
 DEBUG_VARIABLE = "GATED_LLAMA_DEBUG"
+INTERRUPTED = 130  # what typer, and a shell, make of Ctrl-C
 
 app = typer.Typer(
     help="Gated Attention for Hugging Face Transformers: convert checkpoints, prove them equal, look inside.",
@@ -60,10 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
     escapes is a defect of this package and keeps its traceback.
     """
     try:
-        return app(args=arguments, prog_name="gated-llama", standalone_mode=False) or 0
+        code = app(args=arguments, prog_name="gated-llama", standalone_mode=False) or 0
     except KeyboardInterrupt:
-        return 130
+        code = INTERRUPTED
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE) or not report_error(error):
             raise
         return 2
+    if code == INTERRUPTED:
+        err.print("Interrupted.")
+    return code

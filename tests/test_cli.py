@@ -312,7 +312,7 @@ def test_what_befalls_a_command(cli, monkeypatch, error, code):
     found, out, err = cli("convert", "a", "b")
     assert found == code
     assert out == ""
-    assert len(err.strip().splitlines()) == (1 if code == 2 else 0)
+    assert len(err.strip().splitlines()) == 1
     assert "Traceback" not in err
 
 

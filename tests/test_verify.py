@@ -2,11 +2,20 @@
 
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from gated_llama.convert import convert_checkpoint
 from gated_llama.convert.verify import (
@@ -17,6 +26,7 @@ from gated_llama.convert.verify import (
     verify,
     verify_dtypes,
 )
+from gated_llama_cli.demo import find_smollm2
 
 
 TINY = {
@@ -275,3 +285,42 @@ def test_recording_equals_the_librarys_and_leaves_no_trace():
     with pytest.raises(IndexError), recorded_states(model):
         model(torch.tensor([[TINY["vocab_size"]]]))
     assert hooks() == before
+
+
+REAL_CELLS = {
+    "G1 headwise": {"position": "G1"},
+    "G1 elementwise": {"position": "G1", "granularity": "elementwise"},
+    "G1 shared": {"position": "G1", "granularity": "elementwise", "head_shared": True},
+    "G2 headwise": {"position": "G2"},
+    "G2 elementwise": {"position": "G2", "granularity": "elementwise"},
+    "G5": {"position": "G5", "granularity": "elementwise"},
+    "additive SiLU": {"granularity": "elementwise", "operation": "add", "activation": "silu"},
+    "additive identity": {"granularity": "elementwise", "operation": "add", "activation": "identity"},
+}
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """SmolLM2-135M-Instruct, de-quantised once into a plain llama folder with its tokenizer."""
+    file = Path(find_smollm2())
+    folder = tmp_path_factory.mktemp("smollm2") / "plain"
+    loaded = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    del loaded.config.quantization_config
+    model = LlamaForCausalLM(loaded.config)  # a model that came from GGUF refuses to be saved
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", REAL_CELLS)
+def test_the_identity_of_a_real_model_is_bitwise(smollm2, tmp_path, cell):
+    convert_checkpoint(smollm2, tmp_path / "result", **REAL_CELLS[cell])
+    reports = verify_dtypes(smollm2, tmp_path / "result", ["float32", "bfloat16"])
+    assert [report.dtype for report in reports] == ["float32", "bfloat16"]
+    for report in reports:
+        assert report.bitwise, report.first_diverging_layer
+        assert report.greedy_equal
+        assert report.ids_equal
+    shutil.rmtree(tmp_path / "result")
