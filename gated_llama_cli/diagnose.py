@@ -84,7 +84,7 @@ class Steps:
 
     def __init__(self, title: str):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=err, transient=True)
+        self.bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
         self.title = escape(Path(title).name)
         self.tasks: dict[str, int] = {}
 

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from .gguf_source import GgufFile, GgufReader, gguf_config
 from .tensor_files import INDEX_FILE, SINGLE_FILE, SafetensorsReader, one_line, read_json
@@ -75,3 +80,7 @@ def download(repository: str, revision: str | None) -> Path:
         return Path(snapshot_download(repository, revision=folder.name, allow_patterns=weights))
     except (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError) as error:
         raise ValueError(f"{repository} is neither a local path nor readable on the Hub: {one_line(error)}") from error
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"{repository} is neither a local path nor in the local cache, and the Hub was not asked or not reached."
+        ) from error
