@@ -79,8 +79,8 @@ def extend_context(
         output: the folder to write; it must not exist, or be empty.
         factor: greater than 1.
         method: `"yarn"`, or `"linear"` (position interpolation, arXiv 2306.15595).
-        rope_theta: another base of the rotary frequencies; it asks for training (the paper: 10,000 to 1,000,000 and 80B
-            tokens).
+        rope_theta: another base of the rotary frequencies; it asks for training (the paper: 10,000 to 1,000,000, and
+            80B tokens).
         link: hard links instead of copies of the weights. Whoever then writes to one folder's files changes the other.
         revision: branch, tag or commit of a Hub source.
 
@@ -147,7 +147,13 @@ def plan_extension(
     new = kept | METHODS[method](factor, original) | ({} if rope_theta is None else {"rope_theta": float(rope_theta)})
     changes = config_changes(raw, new, int(target))
     return changes, Extension(
-        output, method, factor, original, int(target), new, unchanged=all(raw.get(key) == changes[key] for key in changes)
+        output,
+        method,
+        factor,
+        original,
+        int(target),
+        new,
+        unchanged=all(raw.get(key) == changes[key] for key in changes),
     )
 
 

@@ -1,0 +1,73 @@
+"""Scores in the metadata (`model-index`) of a model card, where the Hub shows them."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from lm_eval.api.task import Task
+
+
+CARD = "README.md"
+
+
+def add_results(folder: Path, results: dict[str, Any], tasks: dict[str, Task]) -> Path:
+    """
+    Writes the scores of an evaluation into the card of a local folder, in place of earlier ones of the same task and
+    metric.
+
+    The number of documents and of shots stand beside each score, since an evaluation with `--limit` is no benchmark.
+
+    Raises ValueError when `folder` is no local folder: a model on the Hub is not changed from here.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a local folder, so its model card cannot be written: leave --card out.")
+    path = folder / CARD
+    card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else _new_card(folder)
+    known = {_key(result): result for result in card.data.eval_results or []}
+    known |= {_key(result): result for result in eval_results(results, tasks)}
+    card.data.eval_results = list(known.values())
+    card.data.model_name = card.data.model_name or folder.resolve().name
+    partial = folder / f".{CARD}.partial"
+    card.save(partial)
+    partial.replace(path)
+    return path
+
+
+def _new_card(folder: Path) -> ModelCard:
+    data = ModelCardData(library_name="transformers", model_name=folder.resolve().name)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {folder.resolve().name}\n")
+
+
+def _key(result: EvalResult) -> tuple:
+    return (*result.unique_identifier, result.metric_name)
+
+
+def eval_results(results: dict[str, Any], tasks: dict[str, Task]) -> list[EvalResult]:
+    """The scores of tasks, and of groups that have some, as the Hub's records."""
+    records = []
+    for name, metrics in results["results"].items():
+        scores = {key: value for key, value in metrics.items() if "," in key and isinstance(value, (int, float))}
+        for key, value in scores.items():
+            metric, _, filter_name = key.partition(",")
+            if metric.endswith("_stderr"):
+                continue
+            config = tasks[name].config if name in tasks else None
+            records.append(
+                EvalResult(
+                    task_type="text-generation",
+                    task_name="Text generation",
+                    dataset_type=str(config.dataset_path or name) if config else name,
+                    dataset_name=name,
+                    dataset_config=config.dataset_name or None if config else None,
+                    dataset_args={
+                        "documents": metrics.get("sample_len"),
+                        "num_few_shot": results["n-shot"].get(name),
+                    },
+                    metric_type=metric,
+                    metric_name=metric if filter_name == "none" else f"{metric} ({filter_name})",
+                    metric_value=round(value, 6),
+                    source_name="lm-evaluation-harness",
+                    source_url="https://github.com/EleutherAI/lm-evaluation-harness",
+                )
+            )
+    return records

@@ -1,0 +1,186 @@
+"""Base against gated: the same requests, the same token ids, paired differences, and how large noise alone is."""
+
+import gc
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .harness import GatedLlamaLM
+from .pairing import Row, rows
+from .run import MODEL_CLASS, Job, build_model, evaluate
+
+
+# Arguments that say which weights MODEL has; those of the base are named by --against alone.
+WEIGHTS = ("pretrained", "revision", "subfolder", "gguf_file", "peft", "delta")
+
+SHOWN_IDS = 8
+
+
+@dataclass
+class Comparison:
+    """
+    Two models on the same token ids, under one policy for the beginning of requests.
+
+    identical: every answer (log-likelihood, greedy flag, text) is equal to the last digit. noise: how the base's
+    second run differed from its first. left_out: (task, metric) whose aggregation has no paired difference here.
+    results: the harness's own, of `base`, `model` and `noise`.
+    """
+
+    base: str
+    model: str
+    bos: str
+    bos_token: str | None
+    batch_size: int
+    dtype: str
+    context_length: int
+    requests: int
+    identical: bool
+    noise: str | None
+    rows: list[Row]
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    results: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What must be equal for two models to be compared."""
+
+    dtype: str
+    context_length: int
+    chat_template: str | None
+
+
+def compare(
+    job: Job,
+    base: str,
+    *,
+    bos: str = "auto",
+    probes: Sequence[str] = (),
+    noise_floor: bool = True,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Comparison:
+    """
+    Evaluates a base and the job's model, one after the other, and pairs them document by document.
+
+    Args:
+        job: its model arguments describe the model; the base is run with the same ones, but for those that name
+            weights.
+        base: Hub id, folder or .gguf file.
+        bos: policy for the beginning of requests, as in `GatedLlamaLM`.
+        probes: collectors that run along, for both.
+        noise_floor: run the base once more, at another batch size and dtype.
+        progress: told what begins.
+
+    Raises:
+        ValueError: the two do not read the same token ids, or differ in dtype, length of context or chat template.
+    """
+    name = str(job.config.model_args.get("pretrained"))
+    shared = {"bos": bos, "probes": list(probes)}
+    of_base = {key: value for key, value in job.config.model_args.items() if key not in WEIGHTS}
+    of_base |= shared | {"pretrained": base}
+
+    progress(f"base {base}")
+    lm = _build(job, of_base)
+    size = lm.batch_size_per_gpu = lm._detect_batch_size() if lm.batch_size == "auto" else lm.batch_size
+    settings, bos_token = _settings(lm), None if lm.bos == "none" else lm.tokenizer.decode([lm.prefix_token_id])
+    results = {"base": evaluate(job, lm)}
+    asked = digests(job, lm)
+    lm = None
+    gc.collect()
+
+    progress(f"model {name}")
+    lm = _build(job, job.config.model_args | shared | {"batch_size": size})
+    _require_same_settings(settings, _settings(lm), base, name)
+    require_same_ids(asked, job, lm, base, name)
+    results["model"] = evaluate(job, lm)
+    require_same_ids(asked, job, lm, base, name)
+    lm = None
+    gc.collect()
+
+    noise = None
+    if noise_floor:
+        other = {"batch_size": 4 if size == 1 else 1, "dtype": _other_dtype(settings.dtype)}
+        noise = f"batch size {other['batch_size']} and {other['dtype']}, instead of {size} and {settings.dtype}"
+        progress(f"base against itself: {noise}")
+        results["noise"] = evaluate(job, _build(job, of_base | other))
+
+    found, left_out = rows(job, results["base"], results["model"], results.get("noise"))
+    return Comparison(
+        base=base,
+        model=name,
+        bos=bos,
+        bos_token=bos_token,
+        batch_size=size,
+        dtype=settings.dtype,
+        context_length=settings.context_length,
+        requests=sum(len(digests) for digests in asked.values()),
+        identical=_answers(results["base"]) == _answers(results["model"]),
+        noise=noise,
+        rows=found,
+        left_out=left_out,
+        results=results,
+    )
+
+
+def _build(job: Job, model_args: dict[str, Any]) -> GatedLlamaLM:
+    if job.config.model != MODEL_CLASS:
+        raise ValueError(
+            f"A comparison needs the model class {MODEL_CLASS}, not {job.config.model}: leave --model out."
+        )
+    return build_model(job.config, model_args)
+
+
+def _settings(lm: GatedLlamaLM) -> Settings:
+    return Settings(str(lm.model.dtype).removeprefix("torch."), lm.max_length, lm.tokenizer.chat_template)
+
+
+def _other_dtype(dtype: str) -> str:
+    return "bfloat16" if dtype == "float32" else "float32"
+
+
+def _require_same_settings(base: Settings, model: Settings, base_name: str, model_name: str) -> None:
+    if base.dtype != model.dtype:
+        raise ValueError(
+            f"{base_name} is {base.dtype} and {model_name} is {model.dtype}: pass --model_args dtype=float32, or "
+            "another dtype, for both."
+        )
+    if base.context_length != model.context_length:
+        shorter = min(base.context_length, model.context_length)
+        raise ValueError(
+            f"{base_name} has a context of {base.context_length} tokens and {model_name} one of "
+            f"{model.context_length}, so long documents would be cut differently: pass --model_args max_length={shorter}."
+        )
+    if base.chat_template != model.chat_template:
+        raise ValueError(
+            f"The chat templates of {base_name} and {model_name} differ: pass --model_args tokenizer={base_name} for "
+            "both."
+        )
+
+
+def digests(job: Job, lm: GatedLlamaLM) -> dict[str, list[tuple[bytes, list[int]]]]:
+    """Of each request of each task: a digest of its token ids, and the first of them."""
+    return {name: [_digest(ids) for ids in _ids(task, lm)] for name, task in job.tasks.items()}
+
+
+def _ids(task: Any, lm: GatedLlamaLM) -> Iterator[list[int]]:
+    return (lm.request_ids(request) for request in task.instances)
+
+
+def _digest(ids: list[int]) -> tuple[bytes, list[int]]:
+    return hashlib.blake2b(repr(ids).encode(), digest_size=16).digest(), ids[:SHOWN_IDS]
+
+
+def require_same_ids(asked: dict, job: Job, lm: GatedLlamaLM, base: str, model: str) -> None:
+    for name, task in job.tasks.items():
+        for request, before, ids in zip(task.instances, asked[name], _ids(task, lm), strict=True):
+            if (after := _digest(ids)) != before:
+                raise ValueError(
+                    f"{model} reads other token ids than {base} in {name}: {after[1]}... instead of {before[1]}... "
+                    f"for {request.args[0][:40]!r}. Their tokenizers differ: pass --model_args tokenizer={base} if the "
+                    "model was made for its vocabulary."
+                )
+
+
+def _answers(results: dict[str, Any]) -> dict[str, list]:
+    return {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}

@@ -1,0 +1,288 @@
+"""The model class `gated-llama` of lm-evaluation-harness: its `hf`, with the start of every request under control."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from ..convert.extend_context import context_length
+from .probes import COLLECTORS, TaskProbes
+
+
+logger = logging.getLogger(__name__)
+
+BOS_POLICIES = ("auto", "none", "always")
+ON_TRUNCATION = ("error", "count")
+
+
+@register_model("gated-llama")
+class GatedLlamaLM(HFLM):
+    """
+    Runs any causal language model of Transformers, gated or not, as the harness's `hf` does, and in addition
+
+    - fixes how requests begin (`bos`), never with two beginning-of-sequence tokens;
+    - refuses, or counts, prompts that do not fit instead of cutting them with a warning;
+    - measures gates and sinks on the very tokens that are scored (`probes`).
+
+    Tasks are run one after the other, so that batches hold one task and a measurement belongs to one task; with
+    several processes (accelerate) requests are run as they come. Scores at batch size 1 are those of `hf`, and for a
+    single task at any batch size.
+
+    Args:
+        pretrained: Hub id, folder, .gguf file, or a loaded model (then with `tokenizer`).
+        bos: `"auto"`, what tokenizer and harness do; `"none"`, no beginning-of-sequence token anywhere (perplexity
+            then starts at the second token); `"always"`, exactly one before every request; or a token of the
+            vocabulary, which then is that one. An empty context still has the token to condition on.
+        probes: names out of `"gates"` and `"sink"`; a list, or one string such as `"gates,sink"`.
+        on_truncation: `"error"`, or `"count"`: cut as the harness does and report how many prompts were.
+        options: as for `HFLM`.
+
+    Raises ValueError for options that are not valid, and for models without a language-model head.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        *,
+        bos: str = "auto",
+        probes: str | Iterable[str] | None = None,
+        on_truncation: Literal["error", "count"] = "error",
+        **options,
+    ):
+        if on_truncation not in ON_TRUNCATION:
+            raise ValueError(f"on_truncation={on_truncation!r} is not one of {', '.join(ON_TRUNCATION)}.")
+        if bos != "auto" and options.get("add_bos_token") is not None:
+            raise ValueError(f"bos={bos!r} and add_bos_token={options['add_bos_token']} contradict: give one of them.")
+        names = probe_names(probes)
+        if isinstance(pretrained, str) and pretrained.endswith(".gguf"):
+            options["gguf_file"] = Path(pretrained).name
+            pretrained = str(Path(pretrained).parent)
+        super().__init__(pretrained, **options)
+        if self.model.get_output_embeddings() is None:
+            raise ValueError(
+                f"{type(self.model).__name__} has no language-model head, so it scores nothing: "
+                "load it with AutoModelForCausalLM."
+            )
+        # The tokenizer's warning about long texts: windows and the check of `on_truncation` take care of those.
+        self.tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+        self.bos = self._choose_bos(bos)
+        self.on_truncation = on_truncation
+        self.truncated: Counter[str] = Counter()
+        self.task = ""
+        if names and self.world_size > 1:
+            raise ValueError("Probes measure in one process only: run without accelerate, or without --probes.")
+        self.probes = TaskProbes(self.model, names) if names else None
+        self._batch_size_at: dict[int, int] = {}
+
+    def _choose_bos(self, bos: str) -> str:
+        if bos in BOS_POLICIES:
+            return bos
+        ids = self.tokenizer.encode(bos, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(
+                f"bos={bos!r} is neither a policy ({', '.join(BOS_POLICIES)}) nor one token of the vocabulary: "
+                f"it encodes to {len(ids)} tokens."
+            )
+        self.custom_prefix_token_id = ids[0]
+        return "always"
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of context: `max_length` if it was given, else what the configuration allows, YaRN included."""
+        return self._max_length or context_length(self.model.config) or super().max_length
+
+    # Tokens of a request
+
+    def begin(self, ids: list[int]) -> list[int]:
+        """Token ids of a text with the beginning that the policy wants: none, or one, but never two."""
+        body = self.without_bos(ids)
+        if self.bos == "none":
+            return body
+        if self.bos == "always":
+            return [self.prefix_token_id, *body]
+        return ids[max(0, len(ids) - len(body) - 1) :]
+
+    def without_bos(self, ids: list[int]) -> list[int]:
+        beginnings = {self.prefix_token_id, self.tokenizer.bos_token_id}
+        return ids[next((i for i, token in enumerate(ids) if token not in beginnings), len(ids)) :]
+
+    def tok_encode(self, string, add_special_tokens=None, left_truncate_len=None, **options) -> list[int]:
+        ours = add_special_tokens is None and self.bos != "auto"
+        ids = super().tok_encode(string, False if ours else add_special_tokens, **options)
+        if add_special_tokens is not False:
+            ids = self.begin(ids)
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+    def tok_batch_encode(self, strings, padding_side="left", left_truncate_len=None, truncation=False):
+        rows = [self.tok_encode(string, left_truncate_len=left_truncate_len) for string in strings]
+        batch = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
+        return batch["input_ids"], batch["attention_mask"]
+
+    def rolling_ids(self, text: str) -> tuple[int | None, list[int]]:
+        """The token that perplexity conditions on first, and the tokens that it scores."""
+        body = self.without_bos(self.tok_encode(text))
+        if self.bos != "none":
+            return self.prefix_token_id, body
+        return (body[0], body[1:]) if body else (None, [])
+
+    def request_ids(self, request: Instance) -> list[int]:
+        """All token ids of a request, as the model sees them (before windows or truncation)."""
+        if request.request_type == "loglikelihood_rolling":
+            prefix, tokens = self.rolling_ids(request.args[0])
+            return [] if prefix is None else [prefix, *tokens]
+        if request.request_type == "generate_until":
+            return self.tok_encode(request.args[0])
+        context, continuation = request.args
+        if context:
+            return [token for part in self._encode_pair(context, continuation) for token in part]
+        ids = self.tok_encode(continuation, add_special_tokens=False)
+        return ids if ids[0] == self.prefix_token_id else [self.prefix_token_id, *ids]
+
+    # Requests, task by task
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._by_task(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        return self._by_task(self._score_documents, requests, disable_tqdm)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        if not self.model.can_generate():
+            raise ValueError(
+                f"{type(self.model).__name__} cannot generate, which {requests[0].task_name} needs: "
+                "load it with AutoModelForCausalLM, or choose tasks that score given answers."
+            )
+        return self._by_task(self._generate, requests, disable_tqdm)
+
+    def _by_task(self, run: Callable, requests: list[Instance], disable_tqdm: bool) -> list:
+        groups: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(request.task_name if self.world_size == 1 else "", []).append(index)
+        answers = [None] * len(requests)
+        for self.task, indices in groups.items():
+            group = [requests[index] for index in indices]
+            with self.probes.on(self.task) if self.probes else nullcontext():
+                for index, answer in zip(indices, run(group, disable_tqdm=disable_tqdm), strict=True):
+                    answers[index] = answer
+        return answers
+
+    def _score_documents(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """As in HFLM, but each document reaches the cache when its last window is scored, so a stop loses none."""
+        windows = [(index, window) for index, request in enumerate(requests) for window in self._windows(request)]
+        pending = Counter(index for index, _ in windows)
+        totals = [0.0] * len(requests)
+        size = self._detect_batch_size() if self.batch_size == "auto" else self.batch_size
+        padding = self._padding(len(windows)) * windows[:1]
+        bar = tqdm(total=len(windows), desc="Scoring windows", disable=disable_tqdm or self.rank != 0)
+        for start in range(0, len(windows) + len(padding), size):
+            batch = (windows + padding)[start : start + size]
+            scores = self._loglikelihood_tokens([w for _, w in batch], disable_tqdm=True, override_bs=len(batch))
+            for (index, _), (score, _) in zip(batch[: len(windows) - start], scores, strict=False):
+                totals[index] += score
+                pending[index] -= 1
+                if not pending[index]:
+                    self.cache_hook.add_partial("loglikelihood_rolling", requests[index].args, totals[index])
+            bar.update(len(batch))
+        bar.close()
+        return totals
+
+    def _windows(self, request: Instance) -> list[tuple[None, list[int], list[int]]]:
+        prefix, tokens = self.rolling_ids(request.args[0])
+        windows = get_rolling_token_windows(tokens, prefix, self.max_length, context_len=1)
+        return [(None, *make_disjoint_window(window)) for window in windows]
+
+    def _padding(self, windows: int) -> int:
+        """Windows to add on this process so that all run the same number (sharded models wait for each other)."""
+        if self.world_size == 1:
+            return 0
+        counts = self.all_gather(torch.tensor([windows], device=self.device)).tolist()
+        return max(counts) - windows
+
+    def _generate(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        lengths = []
+        for prompt, options in (request.args for request in requests):
+            room = self.max_length - normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
+            if room < 1:
+                raise ValueError(
+                    f"{self.task} generates up to {self.max_length - room} tokens, which leaves no room for a prompt "
+                    f"in a context of {self.max_length}: pass --gen_kwargs max_gen_toks=N, or extend the context."
+                )
+            lengths.append((len(self.tok_encode(prompt)), room))
+        self._check_fit(lengths)
+        return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
+        # One token more than the context: the last one is predicted, never read.
+        self._check_fit(
+            [(len(context) + len(continuation), self.max_length + 1) for _, context, continuation in requests]
+        )
+        if self.probes:
+            self.probes.expect(
+                (context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in requests
+            )
+        return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
+
+    def _check_fit(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """lengths: tokens and room of each request. ValueError, or a count, where one does not fit."""
+        over = [(tokens, room) for tokens, room in lengths if tokens > room]
+        if over and self.on_truncation == "error":
+            tokens, room = max(over, key=lambda pair: pair[0] - pair[1])
+            raise ValueError(
+                f"{len(over)} of {len(lengths)} prompts of {self.task or 'these tasks'} do not fit: up to {tokens} "
+                f"tokens where {room} have room (context {self.max_length}). Use fewer shots, extend the context "
+                "(gated-llama extend-context), or let them be cut and counted: --model_args on_truncation=count"
+            )
+        self.truncated[self.task] += len(over)
+
+    # Forward passes
+
+    def _model_call(self, inps, attn_mask=None, labels=None):
+        if self.probes is None:
+            return super()._model_call(inps, attn_mask, labels)
+        return self.probes.forward(inps, super()._model_call)
+
+    def _model_generate(self, context, max_length, stop, **options):
+        with self.probes.attached() if self.probes else nullcontext():
+            return super()._model_generate(context, max_length, stop, **options)
+
+    def _detect_batch_size(self, requests=None, pos: int = 0) -> int:
+        """As in HFLM, but a size that held for longer requests is taken again: tasks run one by one."""
+        length = len(requests[pos][1] + requests[pos][2]) if requests else self.max_length
+        known = [size for longer, size in self._batch_size_at.items() if longer >= length]
+        if not known:
+            probes, self.probes = self.probes, None
+            try:
+                self._batch_size_at[length] = super()._detect_batch_size(requests, pos)
+            finally:
+                self.probes = probes
+        return max(known, default=self._batch_size_at.get(length))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes into the `config` of its results."""
+        info = super().get_model_info()
+        info["bos"] = self.bos
+        info["bos_token"] = None if self.bos == "none" else self.tokenizer.decode([self.prefix_token_id])
+        info["context_length"] = self.max_length
+        info["truncated_prompts"] = dict(self.truncated)
+        if self.probes:
+            info["probes"] = self.probes.report()
+        return info
+
+
+def probe_names(probes: str | Iterable[str] | None) -> list[str]:
+    """Names of probes from a list or from text such as `gates,sink`; ValueError for unknown ones."""
+    names = probes.strip("[]").replace("+", ",").split(",") if isinstance(probes, str) else list(probes or ())
+    names = [name.strip(" '\"") for name in names if name.strip()]
+    if unknown := sorted(set(names) - set(COLLECTORS)):
+        raise ValueError(f"probes={','.join(unknown)} is not known; choose from {', '.join(COLLECTORS)}.")
+    return names
