@@ -174,8 +174,6 @@ def _replace_mask(decoder, args, kwargs, *, implementation: str, window: int, ke
     if seq <= window:
         raise ValueError(f"The text has {seq} tokens and the window {window}: nothing would be evicted.")
     layout = sequence_layout(batch, seq, tokens.device, given.get("attention_mask"))
-    real, position = layout.real, layout.position
-
     index = torch.arange(seq, device=tokens.device)
     near = (index <= index[:, None]) & (index > index[:, None] - window)
     first = (index <= index[:, None]) & (layout.position < kept)[:, None]

@@ -146,7 +146,8 @@ def _tapped_interface(interface: AttentionInterface, name: str, default: Callabl
         listeners = _listeners.get(module, ())
         if not listeners:
             return function(module, query, key, value, *args, **kwargs)
-        with _KernelLogSumExp() as kernel:
+        kernel = _KernelLogSumExp()
+        with kernel if name == "sdpa" else contextlib.nullcontext():
             result = function(module, query, key, value, *args, **kwargs)
         options = dict(kwargs)
         mask = args[0] if args else options.pop("attention_mask", None)
@@ -255,19 +256,21 @@ class Probe:
             return
         self.input_ids = given.get("input_ids")
         tokens = self.input_ids if self.input_ids is not None else given["inputs_embeds"]
-        layout = sequence_layout(
+        self.layout = sequence_layout(
             *tokens.shape[:2],
             tokens.device,
             given.get("attention_mask"),
             given.get("position_ids"),
             given.get("cu_seq_lens_q"),
         )
-        self.layout = layout
-        self.tokens += int(layout.real.sum())
-        self.documents += int(layout.first.sum())
-        if self.input_ids is not None:
-            self.first_token_ids.update(self.input_ids[layout.first].tolist())
         self.begin()
 
     def _end(self, decoder, args, output):
+        layout, input_ids = self.layout, self.input_ids
         self.layout = self.input_ids = None
+        if layout is None or output is None:  # not counted, or the pass failed
+            return
+        self.tokens += int(layout.real.sum())
+        self.documents += int(layout.first.sum())
+        if input_ids is not None:
+            self.first_token_ids.update(input_ids[layout.first].tolist())
