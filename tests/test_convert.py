@@ -1,6 +1,8 @@
 """Conversion: an identity retrofit is its source, bit for bit, whatever the source's shape."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from transformers import (
 
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM
 from gated_llama.convert import convert_checkpoint
+from gated_llama.convert.tensor_files import FileRange, copy_range
 
 
 TINY = {
@@ -329,6 +332,28 @@ def test_large_tensors_are_written_in_parts(save_source, tmp_path, monkeypatch):
     convert_checkpoint(folder, tmp_path / "out", progress=lambda *call: calls.append(call))
     assert len(calls) > 300
     assert_same_model(load(folder), load(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("answer", [OSError(errno.EXDEV, "another file system"), AttributeError("macOS")])
+def test_systems_that_cannot_copy_between_files(answer, save_source, tmp_path, monkeypatch):
+    def refuse(*args):
+        raise answer
+
+    folder = save_source(LlamaConfig)
+    convert_checkpoint(folder, tmp_path / "copied")
+    monkeypatch.setattr(os, "copy_file_range", refuse, raising=False)
+    convert_checkpoint(folder, tmp_path / "read")
+    copied, read = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("copied", "read"))
+    assert copied == read
+
+
+def test_file_that_shrinks_while_it_is_copied(tmp_path):
+    (tmp_path / "short").write_bytes(b"12345678")
+    with open(tmp_path / "copy", "wb", buffering=0) as file:
+        assert copy_range(file, FileRange(tmp_path / "short", 2, 4)) == 4
+        with pytest.raises(ValueError, match="has become shorter"):
+            copy_range(file, FileRange(tmp_path / "short", 4, 100))
+    assert (tmp_path / "copy").read_bytes() == b"34565678"
 
 
 # Raw config.json edits, the class they are applied to, and what `from_pretrained` makes of them has to be kept.

@@ -22,7 +22,7 @@ from .imports import GatedSource, source_for
 from .opening import Checkpoint, open_checkpoint
 from .policies import GateStart, plan_start
 from .sources import Origin, decoder_fields
-from .tensor_files import DTYPES, one_line, plan_shards, write_shards
+from .tensor_files import DTYPES, FileRange, one_line, plan_shards, write_shards
 from .tokenizer import carry_files
 
 
@@ -151,7 +151,7 @@ def convert_checkpoint(
     plan_shards(plan.targets, max_shard_size)
     with building(output, sum(target.nbytes for target in plan.targets.values())) as folder:
         tokenizer_class, notes = write_files(plan, folder, output)
-        shards = write_shards(folder, plan.targets, max_shard_size, Stream(plan, progress).parts)
+        shards = write_shards(folder, plan.targets, max_shard_size, Stream(plan, progress).written)
     return ConversionReport(
         output=output,
         source=str(source),
@@ -301,11 +301,30 @@ class Stream:
         target = self.plan.targets[name]
         rows = max(1, PART_ELEMENTS // (target.numel() // len(target)))
         for part in self.tensor(name, target).split(rows):
-            part = convert_part(name, part, target.dtype, self.plan.factor(name))
-            yield part
+            yield convert_part(name, part, target.dtype, self.plan.factor(name))
+
+    def written(self, name: str) -> Iterator[torch.Tensor | FileRange]:
+        """As `parts`, with what is to be written as it is stored named by its place in the source's files."""
+        position = self.stored_at(name)
+        for part in self.parts(name):
+            if position is None:
+                yield part
+            else:
+                yield position._replace(size=part.nbytes)
+                position = position._replace(offset=position.offset + part.nbytes)
             self.done += part.nbytes
             if self.progress is not None:
                 self.progress(self.done, self.total, name)
+
+    def stored_at(self, name: str) -> FileRange | None:
+        """Where the bytes of the target `name` lie in the source, if the target has the same ones."""
+        origin = self.plan.origins.get(name)
+        if origin is None or origin.take is not None or self.plan.factor(name) != 1:
+            return None
+        info = self.plan.checkpoint.reader.tensors[origin.source]
+        if info.offset is None or info.dtype != self.plan.targets[name].dtype:
+            return None
+        return FileRange(info.file, info.offset, 0)
 
     def tensor(self, name: str, target: torch.Tensor) -> torch.Tensor:
         origin = self.plan.origins.get(name)
