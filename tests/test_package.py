@@ -135,6 +135,7 @@ def test_file_and_class_names():
         "GatedLlamaForTokenClassification",
         "GatedLlamaModel",
         "GatedLlamaPreTrainedModel",
+        "gate_override",
     ]
     assert GatedLlamaConfig.model_type == "gated_llama"
     assert AUTO_MAP == {
