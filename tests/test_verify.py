@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -184,6 +186,12 @@ def test_tokenizer_json_counts_where_a_class_overrules_it(tmp_path):
     assert "tokenizer.json" in report.ids
 
 
+def test_a_damaged_tokenizer_is_named(source):
+    (source / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer of .*source cannot be loaded"):
+        verify(source, source)
+
+
 def test_text_repeats_until_the_rows_are_full(source):
     byte_tokenizer().save_pretrained(source)
     assert verify(source, source, text="ab", tokens=5, batch=3).tokens == 15
@@ -254,6 +262,12 @@ def test_bad_places(source, tmp_path):
         verify(tmp_path, source)
 
 
+def test_decoders_of_another_build_are_refused(tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no decoder"):
+        verify(tmp_path, tmp_path)
+
+
 def test_divergence_counts_bits():
     zero, minus_zero = {"norm": torch.zeros(2)}, {"norm": -torch.zeros(2)}
     (difference,) = layer_divergence(zero, minus_zero)
@@ -305,7 +319,7 @@ def smollm2(tmp_path_factory):
     file = Path(find_smollm2())
     folder = tmp_path_factory.mktemp("smollm2") / "plain"
     loaded = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    del loaded.config.quantization_config
+    del loaded.config.quantization_config, loaded.config._model_name_or_path
     model = LlamaForCausalLM(loaded.config)  # a model that came from GGUF refuses to be saved
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)

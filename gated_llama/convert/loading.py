@@ -54,7 +54,10 @@ class Loadable:
         return any(any(self.checkpoint.folder.glob(pattern)) for pattern in VOCABULARIES)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(**self.arguments)
+        try:
+            return AutoTokenizer.from_pretrained(**self.arguments)
+        except Exception as error:  # a damaged file surfaces as almost any type
+            raise ValueError(f"The tokenizer of {self} cannot be loaded: {one_line(error)}") from error
 
     def raw_tokenizer(self) -> Tokenizer | None:
         """tokenizer.json as it is written, without what a tokenizer class of the library makes of it."""

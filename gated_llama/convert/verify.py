@@ -139,9 +139,11 @@ def recorded_states(model: torch.nn.Module):
     Records the outputs of the embeddings, of each decoder layer and of the final norm during forwards in the block.
 
     Yields a dict from place to tensor [batch, seq, hidden] on the CPU, in the order of computation; the latest forward
-    counts. Works for any decoder with `layers` and `norm`.
+    counts. Raises ValueError for a model whose decoder has no `layers` and `norm`.
     """
     decoder = model.get_decoder()
+    if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
+        raise ValueError(f"{type(model).__name__} has no decoder with `layers` and `norm` whose outputs can be kept.")
     places = {"embed_tokens": model.get_input_embeddings(), **dict(enumerate(decoder.layers)), "norm": decoder.norm}
     states: dict[Place, torch.Tensor] = {}
 
