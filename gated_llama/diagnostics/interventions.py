@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from ..override import gate_override
 from .gates import GateScoresResult, gate_modules
 from .metrics import as_inputs, token_kl, token_nll
 from .probes import decoder_layers, decoder_of, named_arguments
@@ -87,25 +88,21 @@ def gate_interventions(
     model: nn.Module, scores: GateScoresResult, factors: Sequence[float] = (0.5, 2.0)
 ) -> dict[str, Intervention]:
     """
-    Gates set to 1, to their mean per layer and head (from `GateScores`), and multiplied by constant factors.
+    Gates switched off (1, or 0 for additive ones), at their mean per layer and head (from `GateScores`), and
+    multiplied by constant factors.
 
     A gate that carries something makes the first two costly. Raises ValueError for models that are not gated_llama,
     whose gates are fused into a forward and cannot be replaced.
     """
     if scores.model_type != "gated_llama":
         raise ValueError(f"Gates of a {scores.model_type!r} model are part of its forward and cannot be replaced.")
+    neutral = 1.0 if decoder_of(model).config.gate_operation == "multiply" else 0.0
     means = {layer: torch.tensor(heads)[:, None] for layer, heads in zip(scores.layers, scores.per_head, strict=True)}
     named: dict[str, Intervention] = {
-        "gates = 1": functools.partial(_set_gates, model, 1.0),
-        "gates = mean": functools.partial(_set_gates, model, means),
+        f"gates = {neutral:g}": functools.partial(gate_override, model, neutral),
+        "gates = mean": functools.partial(gate_override, model, means),
     }
     return named | {f"gates x {factor:g}": functools.partial(scaled_gates, model, factor) for factor in factors}
-
-
-def _set_gates(model: nn.Module, value) -> contextlib.AbstractContextManager:
-    from ..override import gate_override
-
-    return gate_override(model, value)
 
 
 @contextlib.contextmanager
