@@ -1,0 +1,80 @@
+"""Where a gated model can be served: the README's tables, from the records that the exporter works with."""
+
+from collections.abc import Iterable
+
+from ..configuration_gated import GatedLlamaConfig
+from .targets import EVERY_ENGINE, FEATURES, TARGETS, Service, Target, features
+
+
+# Nothing is exported: the folder with its code, or this package installed beside the engine.
+AS_IT_IS = Target(
+    "as it is",
+    GatedLlamaConfig.model_type,
+    "GatedLlamaForCausalLM",
+    "the folder itself, through an engine's Transformers backend",
+    GatedLlamaConfig.to_dict,
+    native=frozenset(FEATURES),
+    services=(Service("Transformers"), Service("vLLM"), Service("SGLang", read_only=True)),
+)
+
+MODELS = {
+    "Qwen3 (QK-norm)": {"qk_norm": True},
+    "Llama, Mistral (no QK-norm)": {},
+    "Qwen2 (q/k/v bias)": {"qkv_bias": True},
+}
+GATES = {
+    "headwise": {"gate_granularity": "headwise"},
+    "elementwise": {"gate_granularity": "elementwise"},
+}
+ZERO_GATES = "zero (an identity conversion before training)"
+
+LEGEND = """\
+*as it is*: the folder that `convert` or `save_pretrained` wrote, with `trust_remote_code=True` or with this package
+installed. A name: `gated-llama export MODEL OUT --target NAME`. *trick*: the export computes the same through a
+rewriting that has a price, such as repeated rows, a layer without effect, or projections that must not be quantised;
+the card in OUT says which. †: from the engine's source code, not run. A dash: not possible."""
+
+
+def serving_table() -> str:
+    """Markdown: a row for each model and gate, a column for each engine, in each cell what serves it there."""
+    with_gate = [AS_IT_IS, *(target for target in TARGETS.values() if target.gate is not None)]
+    without_gate = [target for target in TARGETS.values() if target.gate is None]
+    rows = [("model", "gate", *EVERY_ENGINE), ("---",) * (2 + len(EVERY_ENGINE))]
+    for model, fields in MODELS.items():
+        for gate, gate_fields in GATES.items():
+            rows.append((model, gate, *cells(example(**fields, **gate_fields), with_gate)))
+    for model, fields in MODELS.items():
+        rows.append((model, ZERO_GATES, *cells(example(**fields), without_gate)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{LEGEND}\n"
+
+
+def feature_table() -> str:
+    """Markdown: a row for each feature of a model, a column for each target: yes, trick, or a dash."""
+    rows = [("", *(f"`{name}`" for name in TARGETS)), ("---",) * (1 + len(TARGETS))]
+    for feature in FEATURES:
+        rows.append((feature, *(support(target, feature) for target in TARGETS.values())))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def support(target: Target, feature: str) -> str:
+    return "trick" if target.tricks.get(feature) else "yes" if feature in target.native else "-"
+
+
+def example(**fields) -> GatedLlamaConfig:
+    """A model with grouped heads and the fields that matter here."""
+    return GatedLlamaConfig(num_attention_heads=16, num_key_value_heads=8, gate_position="sdpa_output", **fields)
+
+
+def cells(config: GatedLlamaConfig, targets: Iterable[Target]) -> list[str]:
+    """For each engine the targets through which it serves such a model."""
+    names = features(config)
+    ways: dict[str, list[str]] = {engine: [] for engine in EVERY_ENGINE}
+    for target in targets:
+        if target.missing(names):
+            continue
+        label = target.name if target is AS_IT_IS else f"`{target.name}`"
+        if target.tricks_for(names) and target.gate is not None:
+            label += " (trick)"
+        for service in target.services_for(names):
+            ways[service.engine].append(label + ("†" if service.read_only else ""))
+    return [", ".join(found) or "-" for found in ways.values()]

@@ -1,0 +1,340 @@
+"""
+What a gated model can be exported to: one record per target, read by the exporter and by the README's serving table.
+
+A model is described by its features. A target represents a feature as it is (`native`), by an exact rewriting
+(`tricks`), or not at all; an engine that serves the target may lack features of its own (`Service.lacks`).
+
+Sources: the model code of Transformers 5.24.0, vLLM 0.32.0, SGLang 0.5.23 and MLX-LM 0.32.2.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..configuration_gated import GatedLlamaConfig
+from . import target_configs
+
+
+# The cell of the gate's axes that engines serve. An additive or differently activated gate has no counterpart there.
+SERVED_CELL = {
+    "gate_position": ("sdpa_output", "engines gate what attention read, before o_proj"),
+    "gate_operation": ("multiply", "engines multiply with the score"),
+    "gate_activation": ("sigmoid", "engines apply a sigmoid"),
+    "gate_input": ("hidden_states", "engines compute the score from the hidden state"),
+    "gate_head_shared": (False, "engines have a row for each head"),
+    "sdpa_output_norm": (False, "engines have no norm on what attention read"),
+}
+
+SCALED_ROTARY = ("linear", "yarn", "llama3")
+
+# Name -> whether a model has it.
+FEATURES: dict[str, Callable[[GatedLlamaConfig], bool]] = {
+    "headwise gate": lambda c: c.gate_position is not None and c.gate_granularity == "headwise",
+    "elementwise gate": lambda c: c.gate_position is not None and c.gate_granularity == "elementwise",
+    "no gate": lambda c: c.gate_position is None,
+    "ungated layers": lambda c: 0 < len(c.gated_layers) < c.num_hidden_layers,
+    "fp32 gate": lambda c: c.gate_position is not None and c.gate_in_fp32,
+    "gate bias": lambda c: c.gate_bias,
+    "q/k/v bias": lambda c: c.qkv_bias,
+    "o_proj bias": lambda c: c.o_bias,
+    "MLP bias": lambda c: c.mlp_bias,
+    "QK-norm": lambda c: c.qk_norm,
+    "no QK-norm": lambda c: not c.qk_norm,
+    "tied embeddings": lambda c: c.tie_word_embeddings,
+    "sliding windows": lambda c: set(c.layer_types) == {"sliding_attention"},
+    "sliding windows in some layers": lambda c: len(set(c.layer_types)) > 1,
+    "scaled rotary": lambda c: c.rope_parameters["rope_type"] in SCALED_ROTARY,
+    "scaled rotary under sliding windows": lambda c: (
+        c.sliding_window is not None and c.rope_parameters["rope_type"] != "default"
+    ),
+    "rotary of another type": lambda c: c.rope_parameters["rope_type"] not in ("default", *SCALED_ROTARY),
+    "partial rotary": lambda c: target_configs.rotary_share(c) != 1,
+    "another MLP activation": lambda c: c.hidden_act not in ("silu", "swish"),
+    "one key/value head": lambda c: c.num_key_value_heads == 1,
+    "hidden size not a multiple of the heads": lambda c: c.hidden_size % c.num_attention_heads != 0,
+}
+
+
+def features(config: GatedLlamaConfig) -> list[str]:
+    """Names of what a target of this model has to represent."""
+    return [name for name, present in FEATURES.items() if present(config)]
+
+
+@dataclass(frozen=True)
+class Service:
+    """
+    An engine that serves an export.
+
+    Args:
+        engine: its name, a column of the serving table.
+        read_only: nobody ran it with such an export; the statement rests on its source code.
+        lacks: feature -> what this engine does not do with it, though the target's format has it.
+    """
+
+    engine: str
+    read_only: bool = False
+    lacks: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.engine + (" (from its source code, not run)" if self.read_only else "")
+
+
+class GateStorage(NamedTuple):
+    """Where a target keeps the gate: fused into q_proj in a row order of `layouts`, or under a name of its own."""
+
+    layout: str
+    name: str | None = None
+    headwise: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """
+    An architecture to export to.
+
+    Args:
+        name: as the user writes it.
+        model_type, architecture: `model_type` and `architectures` in its config.json.
+        purpose: one line for help and the card.
+        config: its config.json from the model's config, without dtype, model_type and architectures.
+        gate: where it keeps the gate; `None` when it has none, so that constant gates are folded away.
+        native: features that it has itself.
+        tricks: feature -> the exact rewriting that represents it, `""` key: what every export needs.
+        refusals: feature -> why not, where the plain "it has no ..." would not say enough.
+        biases: the projections, among q k v g o, that carry a bias once one of them does.
+        zero_centred: norms are stored as gain - 1.
+        small_gains: a reader recognises stored gains by a mean below 0.5, so gains are kept below 1 on average.
+        qk_norm: it always normalises queries and keys.
+        sandwich_norms: it normalises what attention and MLP return.
+        unties: the head is stored even where it equals the embeddings.
+        identity_layer: tensors (value, *shape) of a layer without effect that is appended; `None` when not needed.
+        services: the engines.
+    """
+
+    name: str
+    model_type: str
+    architecture: str
+    purpose: str
+    config: Callable[[GatedLlamaConfig], dict[str, Any]]
+    gate: GateStorage | None = None
+    native: frozenset[str] = frozenset()
+    tricks: Mapping[str, str] = field(default_factory=dict)
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    biases: str = ""
+    zero_centred: bool = False
+    small_gains: bool = False
+    qk_norm: bool = False
+    sandwich_norms: bool = False
+    unties: bool = False
+    identity_layer: Callable[[GatedLlamaConfig], dict[str, tuple]] | None = None
+    services: tuple[Service, ...] = ()
+
+    def has_bias(self, config: GatedLlamaConfig) -> bool:
+        """Whether the attention of the export carries biases."""
+        return any(present for part, present in target_configs.biases(config).items() if part in self.biases)
+
+    def neutralises(self, config: GatedLlamaConfig) -> list[str]:
+        """The projections that are scaled by 2^-30 because a norm behind them must do nothing."""
+        names = ["self_attn.q_proj", "self_attn.k_proj"] if self.qk_norm and not config.qk_norm else []
+        return names + (["self_attn.o_proj", "mlp.down_proj"] if self.sandwich_norms else [])
+
+    def missing(self, names: Iterable[str]) -> dict[str, str]:
+        """Feature -> why the target cannot represent it, for those of `names` that it cannot."""
+        absent = [name for name in names if name not in self.native and name not in self.tricks]
+        return {name: self.refusals.get(name, f"it has no such thing: {name}") for name in absent}
+
+    def services_for(self, names: Iterable[str]) -> list[Service]:
+        """The engines that serve a model with these features."""
+        return [service for service in self.services if not service.lacks.keys() & set(names)]
+
+    def tricks_for(self, names: Iterable[str]) -> list[str]:
+        """What is rewritten, beyond names and row order, to represent these features; one sentence each."""
+        return [self.tricks[name] for name in ("", *names) if self.tricks.get(name)]
+
+
+def require_served_cell(config: GatedLlamaConfig):
+    """ValueError when the gate is none that engines know; a model without a gate passes."""
+    if config.gate_position is None:
+        return
+    for name, (value, reason) in SERVED_CELL.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} cannot be exported: {reason} ({name}={value!r}). Serve the folder "
+                "as it is, through Transformers or an engine's Transformers backend."
+            )
+
+
+SILU = "engines implement SiLU in the MLP only"
+NEUTRAL_QK = "QK-norm made neutral: q_proj and k_proj are scaled by 2^-30 and the norms' gains undo it."
+ZERO_ROWS = "Layers without a gate get a zero gate (score 1/2) and o_proj times 2."
+HEADWISE_ROWS = "The row of a headwise gate is repeated for each coordinate of its head."
+BIAS_ZEROS = "Biases that the model lacks are written as zeros, since the target has all of them or none."
+FP32_GATE = "The gate's weights are stored in the export's dtype, and engines compute it in the activations'."
+OUTPUT_BIAS = "vLLM and llama.cpp drop a bias of o_proj without a word, so the export would be another model there"
+
+GATED = frozenset({"headwise gate", "elementwise gate", "QK-norm", "one key/value head"})
+GATED |= {"hidden size not a multiple of the heads"}
+COMMON_TRICKS = {"ungated layers": ZERO_ROWS, "fp32 gate": FP32_GATE}
+COMMON_REFUSALS = {
+    "no gate": "the model has no gate; use target qwen3 or llama",
+    "another MLP activation": SILU,
+    "rotary of another type": f"only default and {', '.join(SCALED_ROTARY)} rotary are the same in every engine",
+    "o_proj bias": OUTPUT_BIAS,
+}
+
+QWEN = {
+    "gate": GateStorage("per_head"),
+    "native": GATED | {"tied embeddings", "scaled rotary", "partial rotary", "q/k/v bias"},
+    "tricks": COMMON_TRICKS | {"headwise gate": HEADWISE_ROWS, "gate bias": BIAS_ZEROS, "no QK-norm": NEUTRAL_QK},
+    "refusals": COMMON_REFUSALS,
+    "biases": "qkvg",
+    "zero_centred": True,
+    "qk_norm": True,
+}
+NO_SGLANG_BIAS = {"q/k/v bias": "SGLang builds this class without biases", "gate bias": "as for q, k and v"}
+NO_OUTPUT_BIAS = {"o_proj bias": "it builds Qwen3's o_proj without a bias"}
+NO_QWEN3_BIAS = NO_OUTPUT_BIAS | {"q/k/v bias": "it builds Qwen3's attention without biases"}
+UNGATED_TRICKS = {
+    "headwise gate": "Gates that are zero (score 1/2) fold into o_proj.",
+    "elementwise gate": "Gates that are zero (score 1/2) fold into o_proj.",
+}
+EVERY_ENGINE = ("Transformers", "vLLM", "SGLang", "llama.cpp", "MLX-LM")
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "qwen3_5_text",
+            "qwen3_5_text",
+            "Qwen3_5ForCausalLM",
+            "Qwen3.5's dense decoder: elementwise and headwise gates in vLLM and SGLang",
+            target_configs.qwen3_5_text,
+            **QWEN,
+            services=(
+                Service("Transformers"),
+                Service("vLLM"),
+                Service("SGLang", read_only=True, lacks=NO_SGLANG_BIAS),
+            ),
+        ),
+        Target(
+            "qwen3_next",
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            "Qwen3-Next's decoder without experts, which Transformers serves and engines do not",
+            target_configs.qwen3_next,
+            **QWEN,
+            services=(Service("Transformers"),),
+        ),
+        Target(
+            "afmoe",
+            "afmoe",
+            "AfmoeForCausalLM",
+            "AFMoE without experts: elementwise and headwise gates in vLLM, SGLang and MLX-LM",
+            target_configs.afmoe,
+            gate=GateStorage("separate", "gate_proj"),
+            native=GATED | {"scaled rotary", "sliding windows", "scaled rotary under sliding windows"},
+            tricks=COMMON_TRICKS
+            | {
+                "": "The norms behind attention and MLP made neutral as QK-norm is, and one layer of zeros appended.",
+                "headwise gate": HEADWISE_ROWS,
+                "no QK-norm": NEUTRAL_QK,
+                "tied embeddings": "The head is stored as a copy of the embeddings.",
+            },
+            refusals=COMMON_REFUSALS,
+            qk_norm=True,
+            sandwich_norms=True,
+            unties=True,
+            identity_layer=target_configs.afmoe_identity_layer,
+            services=(Service("Transformers"), Service("vLLM"), Service("SGLang", read_only=True), Service("MLX-LM")),
+        ),
+        Target(
+            "step3p5",
+            "step3p5",
+            "Step3p5ForCausalLM",
+            "Step-3.5 without experts: headwise gates in vLLM and MLX-LM",
+            target_configs.step3p5,
+            gate=GateStorage("separate", "g_proj", headwise=True),
+            native=(GATED - {"elementwise gate"})
+            | {"scaled rotary", "q/k/v bias", "sliding windows", "sliding windows in some layers"},
+            tricks=COMMON_TRICKS
+            | {
+                "": "One layer with experts, all zeros, appended.",
+                "no QK-norm": NEUTRAL_QK,
+                "tied embeddings": "The head is stored as a copy of the embeddings.",
+            },
+            refusals=COMMON_REFUSALS
+            | {
+                "elementwise gate": "its gate has one score per head; use target qwen3_5_text or afmoe",
+                "scaled rotary under sliding windows": "its readers disagree on whether sliding layers are scaled",
+            },
+            biases="qkv",
+            zero_centred=True,
+            small_gains=True,
+            qk_norm=True,
+            unties=True,
+            identity_layer=target_configs.step3p5_identity_layer,
+            services=(
+                Service("vLLM", lacks={"one key/value head": "vLLM asserts two or more for this class"}),
+                Service("SGLang", read_only=True, lacks={"q/k/v bias": "SGLang builds this class without biases"}),
+                Service("MLX-LM", lacks={"q/k/v bias": "MLX-LM builds this class without biases"}),
+            ),
+        ),
+        Target(
+            "qwen3",
+            "qwen3",
+            "Qwen3ForCausalLM",
+            "plain Qwen3, from an identity retrofit whose gates are still zero or from a model without a gate",
+            target_configs.qwen3,
+            native=frozenset(FEATURES)
+            - {"headwise gate", "elementwise gate", "no QK-norm", "partial rotary", "MLP bias"},
+            tricks=UNGATED_TRICKS | {"q/k/v bias": BIAS_ZEROS, "o_proj bias": BIAS_ZEROS},
+            refusals={"no QK-norm": "Qwen3 always normalises queries and keys; use target llama"},
+            biases="qkvo",
+            services=(
+                Service("Transformers"),
+                Service("vLLM", lacks=NO_OUTPUT_BIAS),
+                Service("SGLang", lacks=NO_OUTPUT_BIAS),
+                Service("llama.cpp", lacks=NO_QWEN3_BIAS),
+                Service("MLX-LM", lacks=NO_QWEN3_BIAS),
+            ),
+        ),
+        Target(
+            "llama",
+            "llama",
+            "LlamaForCausalLM",
+            "plain Llama, from an identity retrofit whose gates are still zero or from a model without a gate",
+            target_configs.llama,
+            native=frozenset(FEATURES)
+            - {"headwise gate", "elementwise gate", "QK-norm", "partial rotary"}
+            - {"sliding windows", "sliding windows in some layers", "hidden size not a multiple of the heads"},
+            tricks=UNGATED_TRICKS | {"q/k/v bias": BIAS_ZEROS, "o_proj bias": BIAS_ZEROS},
+            refusals={
+                "QK-norm": "Llama has none; use target qwen3",
+                "hidden size not a multiple of the heads": "LlamaConfig asserts it",
+            },
+            biases="qkvo",
+            services=tuple(Service(engine) for engine in EVERY_ENGINE),
+        ),
+        Target(
+            "paper",
+            "qwen3",
+            "Qwen3ForCausalLM",
+            "the paper release's own format, for its code (github.com/qiuzh20/gated_attention)",
+            target_configs.paper,
+            gate=GateStorage("per_kv_group", headwise=True),
+            native=frozenset(FEATURES)
+            - {"no gate", "ungated layers", "fp32 gate", "partial rotary", "MLP bias"}
+            - {"sliding windows", "sliding windows in some layers"},
+            tricks=COMMON_TRICKS | dict.fromkeys(("gate bias", "q/k/v bias", "o_proj bias"), BIAS_ZEROS),
+            refusals={"no gate": COMMON_REFUSALS["no gate"]},
+            biases="qkvgo",
+        ),
+    )
+}
+
+
+def get_target(name: str) -> Target:
+    """The record of that name; ValueError with the known names otherwise."""
+    if name not in TARGETS:
+        raise ValueError(f"target={name!r} is unknown; choose one of {', '.join(TARGETS)}.")
+    return TARGETS[name]
