@@ -48,7 +48,7 @@ def test_activation_checkpointing_changes_no_bit(name, reentrant, tiny_model):
     expected = gradients(model)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
     forwards = []
-    model.model.layers[1].mlp.register_forward_hook(lambda *_: forwards.append(1))
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: forwards.append(1))
     torch.manual_seed(7)
     found = gradients(model, use_cache=True)
     assert len(forwards) == 2
