@@ -103,7 +103,7 @@ class Steps:
 
 def show(report):
     from gated_llama.diagnostics.figures import both, label
-    from gated_llama.diagnostics.page import intervention_rows, spike_rows, summary_rows
+    from gated_llama.diagnostics.page import intervention_rows, left_out_line, spike_rows, summary_rows
 
     print_table("Diagnosis", summary_rows(report))
     for each in both(report):
@@ -111,6 +111,8 @@ def show(report):
             print_table(f"Spike writers of {label(each)}", spike_rows(each))
         if each.interventions is not None:
             print_table(f"Interventions on {label(each)}", intervention_rows(each))
+            if left_out := left_out_line(each):
+                out.print(left_out, style="dim")
 
 
 def print_table(title: str, rows: list[list[str]]):

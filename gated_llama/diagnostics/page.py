@@ -99,7 +99,12 @@ def intervention_rows(report: "DiagnosisReport") -> Rows:
         [o["name"], number(o["perplexity"]), number(o["perplexity_ratio"]), number(o["kl"])]
         for o in report.interventions or []
     ]
-    return [heading, *rows, *([f"{name}: not run", reason, "", ""] for name, reason in report.left_out.items())]
+    return [heading, *rows]
+
+
+def left_out_line(report: "DiagnosisReport") -> str:
+    """Which interventions did not apply, and why; empty if all did."""
+    return "; ".join(f"not run: {name} ({reason})" for name, reason in report.left_out.items())
 
 
 def png(figure) -> bytes:
@@ -135,6 +140,7 @@ def page(report: "DiagnosisReport", pictures: dict[str, bytes]) -> str:
         parts.append(html_table(spike_rows(each)) if each.spike_writers else "<p>None.</p>")
         if each.interventions is not None:
             parts.append(f"<h2>Interventions on {escape(label(each))}</h2>" + html_table(intervention_rows(each)))
+            parts.append(f"<p>{escape(left_out_line(each))}</p>")
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(label(report))}</title>'
