@@ -92,7 +92,7 @@ def extend_context(
         raise ValueError(f"method={method!r} is not supported; choose one of {', '.join(METHODS)}.")
     if not 1 < factor < float("inf"):
         raise ValueError(f"factor={factor:g} must be greater than 1: it is extended length / pre-training length.")
-    output = check_output(Path(output), source)
+    factor, output = float(factor), check_output(Path(output), source)
     folder = find_folder(source, revision)
     raw = read_json(folder / "config.json")
     load_config(folder)

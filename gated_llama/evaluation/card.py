@@ -46,19 +46,18 @@ def eval_results(results: dict[str, Any], tasks: dict[str, Task]) -> list[EvalRe
     """The scores of tasks, and of groups that have some, as the Hub's records."""
     records = []
     for name, metrics in results["results"].items():
-        scores = {key: value for key, value in metrics.items() if "," in key and isinstance(value, (int, float))}
-        for key, value in scores.items():
-            metric, _, filter_name = key.partition(",")
-            if metric.endswith("_stderr"):
+        path, config = _data_set(tasks.get(name))
+        for key, value in metrics.items():
+            metric, comma, filter_name = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            config = tasks[name].config if name in tasks else None
             records.append(
                 EvalResult(
                     task_type="text-generation",
                     task_name="Text generation",
-                    dataset_type=str(config.dataset_path or name) if config else name,
+                    dataset_type=path or name,
                     dataset_name=name,
-                    dataset_config=config.dataset_name or None if config else None,
+                    dataset_config=config,
                     dataset_args={
                         "documents": metrics.get("sample_len"),
                         "num_few_shot": results["n-shot"].get(name),
@@ -71,3 +70,9 @@ def eval_results(results: dict[str, Any], tasks: dict[str, Task]) -> list[EvalRe
                 )
             )
     return records
+
+
+def _data_set(task: Task | None) -> tuple[str | None, str | None]:
+    """Hub id and configuration of a task's data set; None for local files, generated text and groups."""
+    path = None if task is None else task.config.dataset_path
+    return (path, task.config.dataset_name or None) if path and "/" in path else (None, None)

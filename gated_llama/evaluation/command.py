@@ -114,12 +114,30 @@ def _as_json(results: dict[str, Any]) -> str:
 
 def _probe_line(report: dict[str, Any]) -> str:
     """The measurements of one task in one line."""
-    parts = [f"{report['tokens']:,} tokens"]
+    parts = [f"{report['tokens']:,} tokens of {report['requests']:,} requests"]
+    if gates := report.get("gate_scores"):
+        parts.append(
+            f"gates {gates['mean']:.3f} ({gates['share_below']:.0%} below 0.1, {gates['share_above']:.0%} above 0.9)"
+        )
     if attention := report.get("first_token_attention"):
         parts.append(f"first-token attention {attention['mean']:.4f}")
+    if activation := report.get("max_activation"):
+        parts.append(f"M-Act {activation['m_act']:.4g}")
     if report["overhead"] is not None:
         parts.append(f"probes cost {report['overhead']:+.0%} of a forward pass")
     return ", ".join(parts)
+
+
+def guarded(action: Callable[[], None]) -> int:
+    """Exit code of a command: 0, 2 after a mistake of the user's that is told in one line, 130 when interrupted."""
+    try:
+        action()
+    except (ValueError, OSError, StrictDataclassError) as error:
+        sys.stderr.write(f"Error: {one_line(error)}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -139,8 +157,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-noise-floor", action="store_true", help="Do not run the base a second time.")
     parser.add_argument("--card", action="store_true", help="Write the scores into the folder's model card.")
     ours, rest = parser.parse_known_args(arguments)
-    try:
-        evaluate_command(
+    return guarded(
+        lambda: evaluate_command(
             None,
             rest,
             against=ours.against,
@@ -149,11 +167,10 @@ def main(arguments: Sequence[str]) -> int:
             bos=ours.bos,
             noise_floor=not ours.no_noise_floor,
             card=ours.card,
-            show=lambda text: sys.stdout.write(text + "\n") and None,
+            show=_print,
         )
-    except (ValueError, OSError, StrictDataclassError) as error:
-        sys.stderr.write(f"Error: {one_line(error)}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    )
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")

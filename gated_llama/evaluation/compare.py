@@ -149,7 +149,8 @@ def _require_same_settings(base: Settings, model: Settings, base_name: str, mode
         shorter = min(base.context_length, model.context_length)
         raise ValueError(
             f"{base_name} has a context of {base.context_length} tokens and {model_name} one of "
-            f"{model.context_length}, so long documents would be cut differently: pass --model_args max_length={shorter}."
+            f"{model.context_length}, so long documents would be cut differently: pass --model_args "
+            f"max_length={shorter}."
         )
     if base.chat_template != model.chat_template:
         raise ValueError(
@@ -177,8 +178,8 @@ def require_same_ids(asked: dict, job: Job, lm: GatedLlamaLM, base: str, model: 
             if (after := _digest(ids)) != before:
                 raise ValueError(
                     f"{model} reads other token ids than {base} in {name}: {after[1]}... instead of {before[1]}... "
-                    f"for {request.args[0][:40]!r}. Their tokenizers differ: pass --model_args tokenizer={base} if the "
-                    "model was made for its vocabulary."
+                    f"for {request.args[0][:40]!r}. Their tokenizers differ: pass --model_args tokenizer={base} if "
+                    "the model was made for its vocabulary."
                 )
 
 

@@ -68,6 +68,8 @@ class GatedLlamaLM(HFLM):
             options["gguf_file"] = Path(pretrained).name
             pretrained = str(Path(pretrained).parent)
         super().__init__(pretrained, **options)
+        if hasattr(self, "accelerator") and self.world_size == 1:  # HFLM counts processes only where it sees GPUs
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         if self.model.get_output_embeddings() is None:
             raise ValueError(
                 f"{type(self.model).__name__} has no language-model head, so it scores nothing: "
@@ -171,7 +173,7 @@ class GatedLlamaLM(HFLM):
         answers = [None] * len(requests)
         for self.task, indices in groups.items():
             group = [requests[index] for index in indices]
-            with self.probes.on(self.task) if self.probes else nullcontext():
+            with self.probes.on(self.task, len(group)) if self.probes else nullcontext():
                 for index, answer in zip(indices, run(group, disable_tqdm=disable_tqdm), strict=True):
                     answers[index] = answer
         return answers

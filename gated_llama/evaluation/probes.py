@@ -18,10 +18,26 @@ from ..diagnostics.visibility import Layout
 
 TIMED_BATCHES = 3  # forward passes of a task that are run with and without probes, to report what measuring costs
 
+# What goes into the results of a task; the rest (heads, histograms) would outgrow them. `diagnose` reports it all.
+REPORTED = {
+    "gate_scores": (
+        "mean",
+        "share_below",
+        "share_above",
+        "quantile_levels",
+        "quantiles",
+        "per_layer",
+        "dead_heads",
+        "saturated_heads",
+    ),
+    "first_token_attention": ("mean", "mean_late", "sink_rate", "per_layer", "first_tokens"),
+    "max_activation": ("m_act", "max", "per_layer"),
+}
+
 
 @dataclass(frozen=True)
 class MaxActivationResult:
-    """m_act: mean over layers of max |h| (the paper's M-Act), h: layer outputs at real tokens. per_layer: the maxima."""
+    """m_act: mean over layers of max |h| (the paper's M-Act), h: layer outputs at real tokens. per_layer: maxima."""
 
     tokens: int
     m_act: float
@@ -67,10 +83,17 @@ COLLECTORS: dict[str, tuple[Callable[[nn.Module], Probe], ...]] = {
 
 @dataclass
 class Measurement:
-    """Collectors of one task, what they cost, and how many forward passes they saw."""
+    """
+    Collectors of one task, and what they cost.
+
+    requests: how many they were attached for; answers that came from a cache are not among them. seconds: (plain,
+    measured) of the timed batches, and unchanged: whether the logits of both were equal, bit for bit.
+    """
 
     collectors: list[Probe]
-    seconds: list[tuple[float, float]] = field(default_factory=list)  # (plain, measured) of the timed batches
+    requests: int = 0
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+    unchanged: bool = True
 
 
 class TaskProbes:
@@ -94,9 +117,10 @@ class TaskProbes:
         return [collector(self.model) for name in self.names for collector in COLLECTORS[name]]
 
     @contextlib.contextmanager
-    def on(self, task: str) -> Iterator[None]:
+    def on(self, task: str, requests: int) -> Iterator[None]:
         """Forward passes inside belong to `task`."""
         self.current = self.by_task.setdefault(task, Measurement(self.new_collectors()))
+        self.current.requests += requests
         try:
             yield
         finally:
@@ -115,7 +139,7 @@ class TaskProbes:
         with self.attached(self.real_tokens(ids)):
             logits, measured = _timed(call, ids)
         if timed:
-            assert torch.equal(plain, logits), "probes changed the logits"
+            self.current.unchanged &= torch.equal(plain, logits)
             self.current.seconds.append((seconds, measured))
         return logits
 
@@ -139,19 +163,27 @@ class TaskProbes:
             yield
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """{task: {collector: its result, "overhead": measured time / plain time - 1 of the timed batches}}."""
+        """
+        {task: {collector: the `REPORTED` part of its result}}, with `tokens` and `requests` that were measured.
+
+        overhead: measured time / plain time - 1, of the batches that were timed; logits_unchanged: on those.
+        """
         return {task: self._task_report(measurement) for task, measurement in self.by_task.items()}
 
     def _task_report(self, measurement: Measurement) -> dict[str, Any]:
         report: dict[str, Any] = {}
         for collector in measurement.collectors:
             if collector.tokens:
-                report[_snake(type(collector).__name__)] = collector.result().to_dict()
+                name = _snake(type(collector).__name__)
+                result = collector.result().to_dict()
+                report[name] = {key: result[key] for key in REPORTED[name]}
         report["tokens"] = max((collector.tokens for collector in measurement.collectors), default=0)
         plain, measured = (
             (sum(part) for part in zip(*measurement.seconds, strict=True)) if measurement.seconds else (0, 0)
         )
+        report["requests"] = measurement.requests
         report["overhead"] = measured / plain - 1 if plain else None
+        report["logits_unchanged"] = measurement.unchanged if plain else None
         return report
 
 
@@ -161,7 +193,6 @@ def _padding(collector: Probe, real: torch.Tensor) -> Iterator[None]:
 
     def correct(decoder, args, kwargs):
         if collector.layout is not None:
-            collector.tokens += int(real.sum()) - int(collector.layout.real.sum())
             collector.layout = Layout(real, torch.zeros_like(real, dtype=torch.long))
             collector.begin()
 

@@ -33,9 +33,9 @@ def to_markdown(comparisons: list[Comparison]) -> str:
     parts += [_section(comparison) for comparison in comparisons]
     parts.append(
         f"Intervals: {LEVEL:.0%}, bootstrap over documents ({RESAMPLES:,} resamples) of the paired difference. p: "
-        "exact McNemar test on the documents that the two answer differently. Noise: the base against itself. Clear: the "
-        "interval leaves zero out and the difference passes the noise. Perplexities differ in nats, the logarithm of "
-        "their ratio. Arrows point where better is."
+        "exact McNemar test on the documents that the two answer differently. Noise: the base against itself. Clear: "
+        "the interval leaves zero out and the difference passes the noise. Perplexities differ in nats, the logarithm "
+        "of their ratio. Arrows point where better is."
     )
     parts.append(", ".join(f"{name} {version(name)}" for name in PACKAGES) + ".")
     return "\n\n".join(parts) + "\n"

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub.errors import StrictDataclassError
 
 from ..convert.extend_context import extend_context
-from ..convert.tensor_files import one_line
+from .command import guarded
 from .compare import digests, require_same_ids
 from .run import Job, build_model, evaluate, load, parse
 from .statistics import interval
@@ -216,27 +215,30 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bos", default="auto", help="Beginning of requests: auto, none, always, or a token.")
     ours, rest = parser.parse_known_args(arguments)
 
+    return guarded(lambda: _run(ours, rest))
+
+
+def _run(ours: argparse.Namespace, harness_arguments: Sequence[str]) -> None:
     def progress(message: str, ruler: Ruler) -> None:
         sys.stderr.write(f"{message}\n")
         write(ruler, ours.out)
 
-    try:
-        models = {"base": ours.base, "gated": ours.gated}
-        if ours.factor:
-            for label in ("base", "gated"):
-                models[f"{label}, extended"] = extended(models[label], ours.factor, ours.out, label)
-        ruler = run_ruler(
-            models, ours.lengths, ours.tasks, rest, data_roots=ours.data_root, bos=ours.bos, progress=progress
-        )
-        if not ruler.scores:
-            raise ValueError(f"No model has a context of {min(ours.lengths)} tokens: choose shorter --lengths.")
-        sys.stdout.write(to_markdown(ruler))
-    except (ValueError, OSError, StrictDataclassError) as error:
-        sys.stderr.write(f"Error: {one_line(error)}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    models = {"base": ours.base, "gated": ours.gated}
+    if ours.factor:
+        for label in ("base", "gated"):
+            models[f"{label}, extended"] = extended(models[label], ours.factor, ours.out, label)
+    ruler = run_ruler(
+        models,
+        ours.lengths,
+        ours.tasks,
+        harness_arguments,
+        data_roots=ours.data_root,
+        bos=ours.bos,
+        progress=progress,
+    )
+    if not ruler.scores:
+        raise ValueError(f"No model has a context of {min(ours.lengths)} tokens: choose shorter --lengths.")
+    sys.stdout.write(to_markdown(ruler))
 
 
 if __name__ == "__main__":

@@ -33,16 +33,8 @@ from .harness import GatedLlamaLM
 TASKS = Path(__file__).parent / "tasks"
 MODEL_CLASS = "gated-llama"
 
-# What a task needs that is not there: the kinds of error by which the harness and `datasets` say so.
-DATA_ERRORS = (
-    OSError,
-    ImportError,
-    LookupError,
-    AssertionError,
-    StopIteration,
-    ValueError,
-    datasets.exceptions.DatasetsError,
-)
+# How `datasets` says that it has no documents.
+DATA_ERRORS = (OSError, StopIteration, datasets.exceptions.DatasetsError)
 
 
 @dataclass
@@ -111,10 +103,7 @@ def load(config: EvaluatorConfig, data_roots: Sequence[str | Path] = ()) -> Job:
     selected = []
     with local_data(data_roots), contextlib.redirect_stdout(sys.stderr):  # generators of synthetic tasks talk
         for name in _without_tags(config.tasks, manager):
-            try:
-                selected += _top_level(manager.load([name]))
-            except DATA_ERRORS as error:
-                raise ValueError(_missing_data(name, error, data_roots)) from error
+            selected += _load_one(name, manager, data_roots)
     return Job(config, manager, selected)
 
 
@@ -125,20 +114,24 @@ def _without_tags(names: Iterable[str | dict], manager: TaskManager) -> Iterator
         yield from sorted(entry.tags) if entry and entry.kind is Kind.TAG else [name]
 
 
-def _top_level(loaded: dict[str, Any]) -> list[Task | Group]:
-    """What was asked for: groups that are in no other group, else tasks."""
+def _load_one(name: str | dict, manager: TaskManager, data_roots: Sequence) -> list[Task | Group]:
+    """A task, or the groups of a name that are in no other group; ValueError says what it lacks."""
+    shown = name.get("task", name.get("group")) if isinstance(name, dict) else name
+    try:
+        loaded = manager.load([name])
+    except DATA_ERRORS as error:
+        places = f"below {', '.join(map(str, data_roots))}" if data_roots else "below a folder given with --data-root"
+        raise ValueError(
+            f"The data set of {shown} was not found ({one_line(error) or type(error).__name__}): put it {places} "
+            "under its Hub id, or allow access to the Hub."
+        ) from error
+    except ImportError as error:
+        raise ValueError(f"{shown} needs a package that is not installed: {one_line(error)}") from error
+    except (AssertionError, LookupError) as error:
+        raise ValueError(f"{shown} cannot be loaded: {one_line(error)}") from error
     inner = {child for children in loaded["group_map"].values() for child in children}
-    groups = [group for name, group in loaded["groups"].items() if name not in inner]
+    groups = [group for group_name, group in loaded["groups"].items() if group_name not in inner]
     return groups or list(loaded["tasks"].values())
-
-
-def _missing_data(name: str | dict, error: Exception, data_roots: Sequence) -> str:
-    name = name.get("task") if isinstance(name, dict) else name
-    places = f"below {', '.join(map(str, data_roots))}" if data_roots else "below a folder given with --data-root"
-    return (
-        f"Task {name} cannot be loaded: {one_line(error) or type(error).__name__}. Put its data set {places} under "
-        "its Hub id, or allow access to the Hub."
-    )
 
 
 def _absolute(value: Any) -> Any:

@@ -1,0 +1,63 @@
+"""Fixtures of the tests of evaluation, a plugin that those modules name."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import datasets
+import lm_eval.tasks
+import pytest
+from evaluation_support import STORIES
+from lm_eval.tasks._index import TaskIndex
+
+from gated_llama.convert import convert_checkpoint
+
+
+# Reading all of the harness's task files takes ten seconds; these hold the stock tasks that are used here.
+STOCK = ("hellaswag", "gsm8k", "mmlu/default", "ceval", "cmmlu", "wikitext", "ruler")
+STOCK_ROOT = Path(lm_eval.tasks.__file__).parent
+
+_build = TaskIndex.build
+
+
+@functools.cache
+def _entries(folder: Path) -> dict:
+    return _build([folder])
+
+
+def _build_short(paths, **options) -> dict:
+    folders = [part for path in paths for part in ([path / s for s in STOCK] if path == STOCK_ROOT else [path])]
+    return {name: entry for folder in folders for name, entry in _entries(folder).items()}
+
+
+@pytest.fixture
+def short_index(monkeypatch):
+    monkeypatch.setattr(TaskIndex, "build", staticmethod(_build_short))
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """Data sets are prepared in a folder of the test's own."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+@pytest.fixture(scope="session")
+def identity(tmp_path_factory) -> str:
+    """The tiny model with gates that change nothing."""
+    folder = tmp_path_factory.mktemp("models") / "identity"
+    convert_checkpoint(STORIES, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def random_gates(tmp_path_factory) -> str:
+    """The tiny model with random gates."""
+    folder = tmp_path_factory.mktemp("models") / "random"
+    convert_checkpoint(STORIES, folder, policy="normal", granularity="elementwise")
+    return str(folder)
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A copy of the tiny model, to be changed."""
+    return Path(shutil.copytree(STORIES, tmp_path / "base"))

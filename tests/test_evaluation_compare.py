@@ -1,0 +1,321 @@
+"""Base against gated: identity, differences, noise, refusals; statistics; reports, model card, command line."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import typer
+from evaluation_support import ROOTS, STORIES, make_job
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from gated_llama.evaluation import build_model, compare, evaluate
+from gated_llama.evaluation.card import add_results
+from gated_llama.evaluation.command import main
+from gated_llama.evaluation.programs import passes
+from gated_llama.evaluation.report import to_markdown, write
+from gated_llama.evaluation.run import TASKS, local_data, parse
+from gated_llama.evaluation.statistics import SCALES, interval, mcnemar, paired
+from gated_llama_cli import eval as eval_command
+
+
+# The harness and `datasets` are not ours to keep free of deprecations.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("short_index", "own_cache"),
+]
+pytest_plugins = ["evaluation_fixtures"]
+
+EVERY_KIND = "hellaswag,perplexity_law_en,gsm8k"
+SHORT_ANSWERS = ["--gen_kwargs", "max_gen_toks=8", "--num_fewshot", "0"]
+SUBJECTS = """
+group: subjects
+task: [mmlu_anatomy, mmlu_astronomy]
+aggregate_metric_list:
+  - {metric: acc, aggregation: mean, weight_by_size: WEIGHTED}
+"""
+
+
+# Comparison
+
+
+def test_identity_is_identical_to_the_last_digit(identity, tmp_path):
+    job = make_job(identity, EVERY_KIND, *SHORT_ANSWERS)
+    found = [compare(job, str(STORIES), bos=bos, noise_floor=False) for bos in ("auto", "none")]
+    for comparison in found:
+        assert comparison.identical
+        assert {row.values.difference for row in comparison.rows} == {0.0}
+        assert not any(row.values.changed or row.clear for row in comparison.rows)
+        assert {row.name for row in comparison.rows} == set(EVERY_KIND.split(","))
+    assert {row.metric for row in found[0].rows} >= {"acc", "acc_norm", "exact_match", "token_perplexity"}
+    token = [row.values.base for c in found for row in c.rows if row.metric == "token_perplexity"]
+    assert token[0] != token[1]  # the two policies are two measurements
+    text = to_markdown(found)
+    assert text.count("identical, to the last digit") == 2
+    paths = write(found, tmp_path / "out")
+    assert [path.name for path in paths] == [
+        "comparison.md",
+        "comparison-auto.json",
+        "comparison-auto.png",
+        "comparison-none.json",
+        "comparison-none.png",
+    ]
+    content = json.loads(paths[1].read_text())
+    assert content["identical"]
+    assert content["rows"][0]["values"]["difference"] == 0
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_random_gates_differ_and_noise_is_told_apart(random_gates):
+    job = make_job(random_gates, "hellaswag,perplexity_law_en", "--limit", "20")
+    comparison = compare(job, str(STORIES))
+    assert not comparison.identical
+    assert comparison.noise == "batch size 4 and bfloat16, instead of 1 and float32"
+    rows = {(row.name, row.metric): row for row in comparison.rows}
+    token = rows["perplexity_law_en", "token_perplexity"]
+    assert token.unit == "nats per token"
+    assert token.values.difference == pytest.approx(np.log(token.values.model / token.values.base))
+    assert 0 < abs(token.noise.difference) < 0.05 < token.values.difference
+    assert token.clear
+    for row in comparison.rows:
+        assert row.values.low <= row.values.difference <= row.values.high
+        reported = comparison.results["model"]["results"][row.name][f"{row.metric},{row.filter}"]
+        assert row.values.model == pytest.approx(reported, rel=1e-12)
+    assert 0 <= rows["hellaswag", "acc"].values.p_value <= 1
+
+
+@pytest.mark.parametrize("weighted", ["true", "false"])
+def test_groups_are_aggregated_as_the_harness_does(weighted, random_gates, tmp_path):
+    (tmp_path / "subjects.yaml").write_text(SUBJECTS.replace("WEIGHTED", weighted))
+    job = make_job(random_gates, "subjects", "--include_path", str(tmp_path), "--limit", "6", "--num_fewshot", "0")
+    comparison = compare(job, str(STORIES), noise_floor=False)
+    group, *tasks = comparison.rows
+    assert [row.name for row in comparison.rows] == ["subjects", "mmlu_anatomy", "mmlu_astronomy"]
+    assert (group.values.documents, tasks[0].values.documents, tasks[1].values.documents) == (10, 6, 4)
+    assert group.values.model == pytest.approx(comparison.results["model"]["groups"]["subjects"]["acc,none"])
+    assert group.values.base == pytest.approx(comparison.results["base"]["groups"]["subjects"]["acc,none"])
+
+
+def test_other_token_ids_are_refused(identity, base):
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["▁was"], vocabulary["▁the"] = vocabulary["▁the"], vocabulary["▁was"]
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"reads other token ids.*hellaswag.*--model_args tokenizer="):
+        compare(make_job(identity, "hellaswag"), str(base), noise_floor=False)
+
+
+def test_other_dtype_context_or_template_is_refused(identity, base):
+    job = make_job(identity, "hellaswag", "--limit", "1")
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(ValueError, match="chat templates"):
+        compare(job, str(base), noise_floor=False)
+    (base / "chat_template.jinja").unlink()
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    with pytest.raises(ValueError, match=r"1024 tokens.*512.*max_length=512"):
+        compare(job, str(base), noise_floor=False)
+    (base / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    job.config.model_args.pop("dtype")
+    with pytest.raises(ValueError, match=r"bfloat16.*float32.*dtype="):
+        compare(job, str(base), noise_floor=False)
+
+
+# Statistics
+
+
+def test_paired_values_and_their_interval():
+    generator = np.random.default_rng(0)
+    base = generator.normal(size=400)
+    model = base + generator.normal(0.3, 0.5, size=400)
+    found = paired(list(zip(base, model, strict=True)), SCALES["mean"])
+    assert found.difference == pytest.approx((model - base).mean())
+    half = 1.96 * (model - base).std() / 20  # the normal interval; the bootstrap's own error is a few per cent of it
+    assert (found.low, found.high) == pytest.approx(
+        (found.difference - half, found.difference + half), abs=0.15 * half
+    )
+    assert found.p_value is None
+
+
+def test_perplexities_are_weighted_by_length_and_compared_in_nats():
+    pairs = [((-10.0, 5), (-12.0, 5)), ((-4.0, 1), (-4.0, 1))]
+    found = paired(pairs, SCALES["weighted_perplexity"])
+    assert found.base == pytest.approx(np.exp(14 / 6))
+    assert found.model == pytest.approx(np.exp(16 / 6))
+    assert found.difference == pytest.approx(2 / 6)
+    assert (found.documents, found.changed) == (2, 1)
+
+
+def test_mcnemar_is_exact():
+    base, model = np.array([1, 1, 0, 0, 0, 0, 0.0]), np.array([1, 1, 1, 1, 1, 1, 1.0])
+    assert mcnemar(base, model) == pytest.approx(2 * 0.5**5)
+    assert mcnemar(base, base) == 1.0
+    assert mcnemar(base, model / 2) is None
+
+
+def test_interval_is_reproducible_and_covers_nothing_but_zero_for_equal_models():
+    values = np.random.default_rng(1).normal(size=50)
+    assert interval(values, np.ones(50)) == interval(values, np.ones(50))
+    assert interval(np.zeros(50), np.ones(50)) == (0.0, 0.0)
+
+
+def test_ruler_marks_of_other_lengths_are_left_out():
+    assert paired([(-1, -1), (0.5, 1.0)], SCALES["aggregate_metrics"]).documents == 1
+    assert paired([(-1, -1)], SCALES["aggregate_metrics"]) is None
+
+
+# Tasks and data
+
+
+def test_unknown_task_and_missing_data_name_the_fix(identity, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"Tasks not found: helloswag.*lm_eval ls tasks"):
+        make_job(identity, "helloswag")
+    with pytest.raises(ValueError, match=r"The data set of ceval-valid was not found.*ceval/ceval-exam.*--data-root"):
+        make_job(identity, "ceval-valid", roots=[])
+    with pytest.raises(ValueError, match=r"perplexity_math_en was not found.*eval/text"):
+        make_job(identity, "perplexity_english")
+    with pytest.raises(ValueError, match="No task was named"):
+        parse(["--model_args", f"pretrained={identity}"])
+    with pytest.raises(ValueError, match="is not a folder"):
+        make_job(identity, "hellaswag", roots=[tmp_path / "nothing"])
+
+
+def test_data_roots_are_merged_and_must_not_clash(tmp_path):
+    with local_data([]):
+        pass
+    with pytest.raises(ValueError, match=r"Rowan is in more than one --data-root"), local_data([ROOTS[0], ROOTS[0]]):
+        pass
+
+
+def test_the_papers_suite_names_tasks_that_exist(identity):
+    manager = parse(["--tasks", "gated_attention_paper", "--model_args", f"pretrained={identity}"]).process_tasks()
+    group = manager.task_index["gated_attention_paper"].cfg["task"]
+    names = [entry if isinstance(entry, str) else entry.get("group", entry.get("task")) for entry in group]
+    assert names == ["hellaswag", "mmlu", "gsm8k", "humaneval_local", "ceval-valid", "cmmlu"]
+    assert all(name in manager.task_index for name in names)
+    tags = {tag: sorted(manager.task_index[tag].tags) for tag in ("perplexity_chinese", "perplexity_code")}
+    assert tags["perplexity_code"] == ["perplexity_code_python"]
+    assert len(tags["perplexity_chinese"]) == 3
+    assert (TASKS / "gated_attention_paper.yaml").is_file()
+
+
+def test_wikitext_and_unspaced_text(identity):
+    job = make_job(identity, "wikitext_local,perplexity_literature_zh")
+    results = evaluate(job, build_model(job.config))
+    page = job.tasks["wikitext_local"].eval_docs[0]["page"]
+    assert "30 @-@ odd" in page
+    assert "30-odd" in results["samples"]["wikitext_local"][0]["target"]
+    assert "word_perplexity,none" not in results["results"]["perplexity_literature_zh"]
+    assert results["results"]["perplexity_literature_zh"]["token_perplexity,none"] > 1
+
+
+def test_humaneval_runs_code_only_when_told(identity):
+    options = ["--gen_kwargs", "max_gen_toks=4", "--model_args", "on_truncation=count"]
+    job = make_job(identity, "humaneval_local", *options)
+    with pytest.raises(ValueError, match="confirm_run_unsafe_code"):
+        evaluate(job, build_model(job.config))
+    allowed = make_job(identity, "humaneval_local", *options, "--confirm_run_unsafe_code")
+    results = evaluate(allowed, build_model(allowed.config))
+    assert results["results"]["humaneval_local"]["pass_at_1,create_test"] == 0.0
+
+
+def test_programs_are_run_against_their_tests(monkeypatch):
+    docs = [json.loads(line) for line in (ROOTS[0] / "openai/openai_humaneval/test.jsonl").read_text().splitlines()]
+    for doc in docs:
+        tests = f"{doc['test']}\ncheck({doc['entry_point']})"
+        assert passes(doc["prompt"] + doc["canonical_solution"], tests)
+        assert not passes(doc["prompt"] + "    return None\n", tests)
+    monkeypatch.setattr("gated_llama.evaluation.programs.TIMEOUT", 0.5)
+    assert not passes("while True: pass", "")
+    monkeypatch.setenv("SECRET", "x")
+    assert passes("import os", "assert 'SECRET' not in os.environ")
+
+
+# Card and command line
+
+
+def test_card_carries_the_scores(identity, tmp_path):
+    folder = shutil.copytree(identity, tmp_path / "model")
+    job = make_job(identity, "hellaswag")
+    results = evaluate(job, build_model(job.config))
+    for _ in range(2):  # a second time replaces
+        add_results(folder, results, job.tasks)
+    data = ModelCard.load(folder / "README.md").data
+    assert data.tags == ["gated-attention", "gated_llama"]
+    found = {result.metric_type: result for result in data.eval_results}
+    assert len(data.eval_results) == 2
+    assert found["acc"].metric_value == pytest.approx(results["results"]["hellaswag"]["acc,none"], abs=1e-6)
+    assert found["acc"].dataset_type == "Rowan/hellaswag"
+    assert found["acc"].dataset_args == {"documents": 4, "num_few_shot": 0}
+    with pytest.raises(ValueError, match="not a local folder"):
+        add_results(tmp_path / "nothing", results, job.tasks)
+
+
+@pytest.fixture
+def command():
+    app = typer.Typer()
+    eval_command.register(app)
+    app.callback()(lambda: None)
+    runner = CliRunner()
+    roots = [part for root in ROOTS for part in ("--data-root", str(root))]
+    return lambda *arguments: runner.invoke(app, ["eval", *map(str, arguments), *roots])
+
+
+def test_command_hands_the_harness_its_flags(command, identity, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(identity, tmp_path / "model")
+    result = command(
+        tmp_path / "model", "--tasks", "hellaswag", "-L", "2", "-b", "2", "--probes", "gates,sink", "--bos", "none",
+        "--model_args", "dtype=float32", "--log_samples", "--output_path", out, "--card",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "hellaswag" in result.stdout
+    assert "first-token attention" in result.stdout
+    saved = json.loads(next(out.rglob("results_*.json")).read_text())
+    assert saved["config"]["batch_size"] == 2 or saved["config"]["batch_size"] == "2"
+    assert saved["n-samples"]["hellaswag"]["effective"] == 2
+    assert saved["config"]["bos"] == "none"
+    assert saved["config"]["probes"]["hellaswag"]["gate_scores"]["mean"] == pytest.approx(0.5)
+    assert next(out.rglob("samples_hellaswag_*.jsonl")).read_text().count("\n") == 2
+    assert "model-index" in (tmp_path / "model" / "README.md").read_text()
+
+
+def test_command_compares(command, identity, tmp_path):
+    result = command(
+        identity, "--against", STORIES, "--tasks", "hellaswag", "--limit", "2", "--no-noise-floor",
+        "--output_path", tmp_path, "--bos", "auto,none", "--model_args", "dtype=float32",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("identical, to the last digit") == 2
+    assert (tmp_path / "comparison.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "hellaswag"], "No model was named"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=MODEL", "--bos", "auto,none"], "several policies"),
+        (
+            ["--tasks", "hellaswag", "--model", "hf", "--model_args", "pretrained=MODEL", "--probes", "sink"],
+            "belong to",
+        ),
+        (["--tasks", "nothing", "--model_args", "pretrained=MODEL"], "Tasks not found: nothing"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, message, identity, capsys):
+    arguments = [argument.replace("MODEL", identity) for argument in arguments]
+    assert main([*arguments, "--data-root", str(ROOTS[0]), "--limit", "1"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("Error: ")
+    assert message in line
+
+
+def test_module_prints_the_table(identity, capsys):
+    arguments = ["--tasks", "hellaswag", "--model_args", f"pretrained={identity}", "--limit", "1"]
+    assert main([*arguments, "--data-root", str(ROOTS[0])]) == 0
+    assert "acc_norm" in capsys.readouterr().out

@@ -1,0 +1,381 @@
+"""The model class `gated-llama` in lm-evaluation-harness: same numbers every way, beginnings, fits, probes, cache."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from evaluation_support import ROOTS, STORIES, make_job
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from gated_llama.diagnostics import FirstTokenAttention, GateScores
+from gated_llama.evaluation import GatedLlamaLM, build_model, evaluate
+from gated_llama.evaluation.cache import cache_name
+
+
+# The harness and `datasets` are not ours to keep free of deprecations.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("short_index", "own_cache"),
+]
+pytest_plugins = ["evaluation_fixtures"]
+
+CPU = {"device": "cpu", "dtype": "float32"}
+TASKS = "hellaswag,perplexity_law_en"
+TEXT = "Once upon a time, there was a little girl named Lily."
+
+
+def request(kind: str, *arguments, task: str = "task", index: int = 0) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=index, metadata=(task, index, 1))
+
+
+REQUESTS = {
+    "loglikelihood": request("loglikelihood", TEXT, " She was happy."),
+    "empty context": request("loglikelihood", "", TEXT),
+    "loglikelihood_rolling": request("loglikelihood_rolling", TEXT),
+    "generate_until": request("generate_until", TEXT, {"until": ["."], "max_gen_toks": 4}),
+}
+
+
+def scores(results: dict) -> dict[str, float]:
+    return {
+        f"{task} {key}": value
+        for task, metrics in results["results"].items()
+        for key, value in metrics.items()
+        if "," in key and "stderr" not in key and "token_perplexity" not in key
+    }
+
+
+def seen_by(lm: HFLM, monkeypatch) -> list[list[list[int]]]:
+    """Rows of token ids that reach the model, batch by batch, as a list that grows."""
+    seen: list[list[list[int]]] = []
+    embed = lm.model.get_input_embeddings()
+    monkeypatch.setattr(embed, "forward", lambda ids, f=embed.forward: (seen.append(ids.tolist()), f(ids))[1])
+    return seen
+
+
+# The same numbers every way
+
+
+def test_three_ways_give_the_same_numbers(identity, tmp_path):
+    job = make_job(identity, TASKS)
+    ours = scores(evaluate(job, build_model(job.config)))
+    assert len(ours) == 5
+
+    # (1) plain lm_eval on the folder, which knows nothing of this package but the code inside it
+    plain = subprocess.run(
+        [sys.executable, "-c", PLAIN, identity, str(tmp_path), *map(str, ROOTS)], capture_output=True, text=True
+    )
+    assert plain.returncode == 0, plain.stderr[-2000:]
+    remote = json.loads(plain.stdout.splitlines()[-1])
+    assert remote.pop("code") == "transformers_modules"
+    assert remote == pytest.approx({key: ours[key] for key in remote}, abs=0)
+    assert remote.keys() == {"hellaswag acc,none", "hellaswag acc_norm,none"}
+
+    # (2) the harness's `hf` where the package is imported, without trust_remote_code
+    registered = make_job(identity, "hellaswag", "--model", "hf")
+    found = scores(evaluate(registered, build_model(registered.config)))
+    assert found == {key: ours[key] for key in found}
+
+    # (3) an in-memory model
+    model = AutoModelForCausalLM.from_pretrained(identity, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(identity)
+    assert scores(evaluate(job, GatedLlamaLM(model, tokenizer=tokenizer, batch_size=1))) == ours
+
+
+# A stand-in for the command `lm_eval run` that reads one task file instead of all; the package is not imported.
+PLAIN = """
+import json, os, sys, tempfile
+folder, work, *roots = sys.argv[1:]
+os.chdir(roots[0])
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+import lm_eval.tasks, pathlib
+lm = HFLM(folder, trust_remote_code=True, device="cpu", dtype="float32", batch_size=1)
+stock = pathlib.Path(lm_eval.tasks.__file__).parent / "hellaswag"
+manager = TaskManager(include_defaults=False, include_path=str(stock))
+results = simple_evaluate(lm, tasks=["hellaswag"], task_manager=manager, limit=4)
+assert "gated_llama" not in sys.modules
+found = {f"hellaswag {k}": v for k, v in results["results"]["hellaswag"].items() if "," in k and "stderr" not in k}
+print(json.dumps(found | {"code": type(lm.model).__module__.split(".")[0]}))
+"""
+
+
+def test_batch_sizes_agree_in_float32(random_gates):
+    found = {}
+    for size in ("1", "3", "auto"):
+        job = make_job(random_gates, TASKS, "--batch_size", size, "--max_batch_size", "8")
+        found[size] = scores(evaluate(job, build_model(job.config)))
+    # Kernels may add in another order for another number of rows: 1e-5 of float32's 6e-8 a step.
+    assert found["3"] == pytest.approx(found["1"], rel=1e-5)
+    assert found["auto"] == pytest.approx(found["1"], rel=1e-5)
+
+
+def test_single_task_batches_are_those_of_hf(random_gates):
+    job = make_job(random_gates, "hellaswag", "--batch_size", "3")
+    ours = evaluate(job, build_model(job.config))
+    theirs = evaluate(job, HFLM(random_gates, batch_size=3, **CPU))
+    assert [s["resps"] for s in ours["samples"]["hellaswag"]] == [s["resps"] for s in theirs["samples"]["hellaswag"]]
+
+
+def test_auto_batch_size_is_detected_once_for_shorter_tasks(random_gates, monkeypatch):
+    calls = []
+    detect = HFLM._detect_batch_size
+    monkeypatch.setattr(HFLM, "_detect_batch_size", lambda self, *a: calls.append(1) or detect(self, *a))
+    lm = GatedLlamaLM(random_gates, batch_size="auto", max_batch_size=4, **CPU)
+    long = request("loglikelihood", TEXT * 3, " Yes.", task="long")
+    short = request("loglikelihood", TEXT, " Yes.", task="short")
+    lm.loglikelihood([long, short], disable_tqdm=True)
+    assert len(calls) == 1
+
+
+# Beginnings
+
+
+@pytest.mark.parametrize("bos", ["auto", "none", "always", "</s>"])
+def test_first_ids_of_every_request_type(bos, identity, capsys):
+    base_ids, gated_ids = (
+        {name: lm.request_ids(asked) for name, asked in REQUESTS.items()}
+        for lm in (GatedLlamaLM(folder, bos=bos, **CPU) for folder in (str(STORIES), identity))
+    )
+    with capsys.disabled():
+        sys.stdout.write(f"\nbos={bos}: {'; '.join(f'{name} {ids[:4]}' for name, ids in gated_ids.items())}\n")
+    assert base_ids == gated_ids
+    begin = {"auto": 1, "none": None, "always": 1, "</s>": 2}[bos]  # this tokenizer adds <s> (1) by itself
+    for name, ids in gated_ids.items():
+        wanted = 1 if begin is None and name == "empty context" else begin
+        assert (ids[0] == wanted) if wanted else (ids[0] > 2), name
+        assert ids[1] > 2, f"{name} begins twice: {ids[:3]}"
+
+
+@pytest.mark.parametrize("bos", ["auto", "none", "always"])
+def test_request_ids_are_what_the_model_reads(bos, identity, monkeypatch):
+    lm = GatedLlamaLM(identity, bos=bos, batch_size=1, **CPU)
+    seen = seen_by(lm, monkeypatch)
+    lm.loglikelihood([REQUESTS["loglikelihood"]], disable_tqdm=True)
+    lm.loglikelihood([REQUESTS["empty context"]], disable_tqdm=True)
+    lm.loglikelihood_rolling([REQUESTS["loglikelihood_rolling"]], disable_tqdm=True)
+    lm.generate_until([REQUESTS["generate_until"]], disable_tqdm=True)
+    *scored, prompt = [lm.request_ids(asked) for asked in REQUESTS.values()]
+    assert [row[0] for row in seen[:3]] == [ids[:-1] for ids in scored]  # the last token is predicted, not read
+    assert seen[3][0] == prompt
+
+
+def test_harness_begins_documents_twice_and_we_do_not(identity):
+    document = [REQUESTS["loglikelihood_rolling"]]
+    ours = GatedLlamaLM(identity, **CPU).loglikelihood_rolling(document, disable_tqdm=True)
+    doubled = HFLM(identity, **CPU).loglikelihood_rolling(document, disable_tqdm=True)
+    single = HFLM(identity, add_bos_token=False, **CPU).loglikelihood_rolling(document, disable_tqdm=True)
+    assert ours == single
+    assert doubled != single  # once this fails, the harness has been mended and `without_bos` in rolling_ids can go
+
+
+def test_chat_template_with_bos_begins_once(identity):
+    lm = GatedLlamaLM(identity, **CPU)
+    lm.tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    text = lm.apply_chat_template([{"role": "user", "content": TEXT}])
+    assert text.startswith("<s>")
+    asked = request("generate_until", text, {"max_gen_toks": 2})
+    assert lm.request_ids(asked)[:2] == [1, lm.tok_encode(TEXT)[1]]
+    ids, _ = lm.tok_batch_encode([text, TEXT])  # one prompt with the token in its text, one without
+    assert (ids == 1).sum(dim=1).tolist() == [1, 1]
+
+
+def test_none_scores_from_the_second_token(identity):
+    lm = GatedLlamaLM(identity, bos="none", **CPU)
+    prefix, tokens = lm.rolling_ids(TEXT)
+    assert [prefix, *tokens] == lm.tokenizer.encode(TEXT, add_special_tokens=False)
+    assert lm.rolling_ids("") == (None, [])
+    assert lm.loglikelihood_rolling([request("loglikelihood_rolling", "")], disable_tqdm=True) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bos": "no such token"}, "neither a policy"),
+        ({"bos": "none", "add_bos_token": True}, "contradict"),
+        ({"probes": "gate"}, "choose from gates, sink"),
+        ({"on_truncation": "warn"}, "error, count"),
+    ],
+)
+def test_bad_options_are_refused(options, message, identity):
+    with pytest.raises(ValueError, match=message):
+        GatedLlamaLM(identity, **CPU, **options)
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request("loglikelihood", TEXT * 10, " The end."),
+        request("generate_until", TEXT * 10, {"max_gen_toks": 4}),
+    ],
+    ids=["loglikelihood", "generate_until"],
+)
+def test_prompt_that_would_be_cut_is_an_error_or_counted(asked, identity):
+    lm = GatedLlamaLM(identity, max_length=64, **CPU)
+    with pytest.raises(ValueError, match=r"1 of 1 prompts of task do not fit.*on_truncation=count"):
+        getattr(lm, asked.request_type)([asked], disable_tqdm=True)
+    counting = GatedLlamaLM(identity, max_length=64, on_truncation="count", **CPU)
+    getattr(counting, asked.request_type)([asked], disable_tqdm=True)
+    assert counting.get_model_info()["truncated_prompts"] == {"task": 1}
+
+
+def test_a_prompt_that_just_fits_is_not_refused(identity):
+    asked = request("loglikelihood", TEXT, " The end.")
+    length = len(GatedLlamaLM(identity, **CPU).request_ids(asked))
+    GatedLlamaLM(identity, max_length=length - 1, **CPU).loglikelihood([asked], disable_tqdm=True)
+    with pytest.raises(ValueError, match="do not fit"):
+        GatedLlamaLM(identity, max_length=length - 2, **CPU).loglikelihood([asked], disable_tqdm=True)
+
+
+def test_no_room_for_a_prompt(identity):
+    asked = request("generate_until", TEXT, {"max_gen_toks": 600}, task="essay")
+    with pytest.raises(ValueError, match=r"essay generates up to 600 tokens.*--gen_kwargs max_gen_toks"):
+        GatedLlamaLM(identity, **CPU).generate_until([asked], disable_tqdm=True)
+
+
+def test_model_without_head_or_generation(identity, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(identity)
+    with pytest.raises(ValueError, match=r"GatedLlamaModel has no language-model head.*AutoModelForCausalLM"):
+        GatedLlamaLM(AutoModel.from_pretrained(identity), tokenizer=tokenizer)
+    lm = GatedLlamaLM(identity, **CPU)
+    monkeypatch.setattr(type(lm.model), "can_generate", classmethod(lambda cls: False))
+    with pytest.raises(ValueError, match="cannot generate, which task needs"):
+        lm.generate_until([REQUESTS["generate_until"]])
+
+
+# Probes
+
+
+def hooks_of(model: torch.nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_probes_change_no_score_and_leave_nothing(random_gates):
+    job = make_job(random_gates, "hellaswag,perplexity_law_en,gsm8k", "--batch_size", "3", "--limit", "3")
+    job.config.gen_kwargs = {"max_gen_toks": 8}
+    job.config.num_fewshot = 0
+    plain = build_model(job.config)
+    probed = build_model(job.config, job.config.model_args | {"probes": ["gates", "sink"]})
+    assert plain.probes is None
+    before = hooks_of(probed.model)
+    results = [evaluate(job, lm) for lm in (plain, probed)]
+    for task in results[0]["samples"]:
+        assert [s["resps"] for s in results[0]["samples"][task]] == [s["resps"] for s in results[1]["samples"][task]]
+    assert hooks_of(probed.model) == before
+    reports = results[1]["config"]["probes"]
+    assert set(reports) == {"hellaswag", "perplexity_law_en", "gsm8k"}
+    assert "probes" not in results[0]["config"]
+    for task, report in reports.items():
+        assert 0 < report["gate_scores"]["mean"] < 1
+        assert 0 < report["first_token_attention"]["mean"] < 1
+        assert report["max_activation"]["m_act"] > 0
+        if task != "gsm8k":  # generation is not timed
+            assert report["logits_unchanged"]
+            assert report["overhead"] is not None
+
+
+def test_probes_measure_exactly_the_scored_tokens(random_gates):
+    """Batches padded on the right measure what the rows do one by one; a task's tokens are its own."""
+    texts = [TEXT, TEXT * 2, "Lily had a red ball.", "The dog ran."]
+    asked = [request("loglikelihood", t, " The end.", task="ab"[i % 2], index=i) for i, t in enumerate(texts)]
+    lm = GatedLlamaLM(random_gates, batch_size=4, probes="gates,sink", **CPU)
+    lm.loglikelihood(asked, disable_tqdm=True)
+    for task, of_task in (("a", asked[::2]), ("b", asked[1::2])):
+        rows = [torch.tensor([lm.request_ids(r)[:-1]]) for r in of_task]
+        with torch.no_grad(), FirstTokenAttention(lm.model) as attention, GateScores(lm.model) as gates:
+            for row in rows:
+                lm.model(row)
+        report = lm.get_model_info()["probes"][task]
+        assert report["tokens"] == sum(row.numel() for row in rows)
+        assert report["requests"] == 2
+        # Sums over the same float32 scores in another order.
+        assert report["first_token_attention"]["mean"] == pytest.approx(attention.result().mean, rel=1e-5)
+        assert report["gate_scores"]["mean"] == pytest.approx(gates.result().mean, rel=1e-5)
+
+
+def test_a_row_that_ends_in_zeros_keeps_them(random_gates):
+    """Token 0 is also what the harness pads with."""
+    lm = GatedLlamaLM(random_gates, batch_size=2, probes="sink", **CPU)
+    with lm.probes.on("task", 2):
+        lm.probes.expect([[5, 6, 0], [7, 0, 0, 8]])
+        real = lm.probes.real_tokens(torch.tensor([[5, 6, 0, 0], [7, 0, 0, 8]]))
+    assert real.tolist() == [[True, True, True, False], [True] * 4]
+
+
+def test_gate_probe_needs_gates():
+    with pytest.raises(ValueError, match="No attention gate is known"):
+        GatedLlamaLM(str(STORIES), probes="gates", **CPU)
+
+
+def test_probes_detach_after_an_interrupt(random_gates, monkeypatch):
+    lm = GatedLlamaLM(random_gates, probes="gates,sink", **CPU)
+    before = hooks_of(lm.model)
+    monkeypatch.setattr(HFLM, "_model_call", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        lm.loglikelihood([REQUESTS["loglikelihood"]], disable_tqdm=True)
+    assert hooks_of(lm.model) == before
+
+
+# Cache
+
+
+@pytest.mark.parametrize("task", ["hellaswag", "perplexity_literature_en", "gsm8k"])
+def test_interrupt_and_resume(task, random_gates, tmp_path, monkeypatch):
+    arguments = ["--limit", "3", "--use_cache", str(tmp_path / "answers"), "--gen_kwargs", "max_gen_toks=8"]
+    plain = make_job(random_gates, task, *arguments[:2], *arguments[4:])
+    plain.config.num_fewshot = 0
+    whole = evaluate(plain, build_model(plain.config))
+
+    job = make_job(random_gates, task, *arguments)
+    job.config.num_fewshot = 0
+    stage = "_model_generate" if task == "gsm8k" else "_model_call"
+    run, calls = getattr(HFLM, stage), []
+
+    def stop_at_third(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(HFLM, stage, stop_at_third)
+    first = build_model(job.config)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(job, first)
+    monkeypatch.setattr(HFLM, stage, lambda self, *a, **k: calls.append(1) or run(self, *a, **k))
+    resumed = evaluate(job, build_model(job.config))
+    total = {"hellaswag": 12, "perplexity_literature_en": 6, "gsm8k": 3}[task]
+    assert len(calls) <= total + 2, "answers from before the interrupt were computed again"
+    assert [s["resps"] for s in resumed["samples"][task]] == [s["resps"] for s in whole["samples"][task]]
+
+
+def test_cache_names_tell_models_and_options_apart(identity, random_gates):
+    variants = [
+        GatedLlamaLM(identity, **CPU),
+        GatedLlamaLM(random_gates, **CPU),
+        GatedLlamaLM(identity, bos="none", **CPU),
+        GatedLlamaLM(identity, device="cpu", dtype="bfloat16"),
+        GatedLlamaLM(identity, batch_size=2, **CPU),
+        GatedLlamaLM(identity, max_length=100, **CPU),
+    ]
+    names = [cache_name("answers", lm) for lm in variants]
+    assert len(set(names)) == len(names)
+    assert names[0] == cache_name("answers", GatedLlamaLM(identity, **CPU))
+    with torch.no_grad():
+        next(variants[0].model.parameters()).view(-1)[7] += 1
+    assert cache_name("answers", variants[0]) != names[0]
+
+
+def test_extended_context_is_read_from_the_configuration(base):
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    (base / "config.json").write_text(json.dumps(config))  # max_position_embeddings stays 512, as in Qwen's cards
+    assert GatedLlamaLM(str(base), **CPU).max_length == 2048
+    assert GatedLlamaLM(str(base), max_length=300, **CPU).max_length == 300
