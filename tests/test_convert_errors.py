@@ -91,7 +91,8 @@ def edit_tensors(folder: Path, **changes) -> None:
         ({"layers": []}, "gate_layers"),
         ({"layers": [4]}, r"layers are 0 to 3"),
         ({"policy": "zero"}, r"policy='zero' is unknown; choose one of identity, open, normal"),
-        ({"policy": "open"}, "needs bias"),
+        ({"policy": "open"}, "needs a bias, not None"),
+        ({"policy": "open", "bias": float("nan")}, "needs a bias, not nan"),
         ({"bias": 4.0}, "belongs to policy='open'"),
         ({"policy": "open", "bias": 4.0, "gate_bias": False}, "needs gate_bias=True"),
         ({"policy": "open", "bias": 4.0, "gate_input": "states", "granularity": "elementwise"}, "has no bias"),
@@ -386,6 +387,15 @@ def test_full_disk_while_writing(save_source, monkeypatch):
     monkeypatch.setattr(checkpoint_module.Stream, "parts", fail)
     refused(folder, "No space left on device", error=OSError)
     refused(folder, "No space left on device", error=OSError, output="new/deep/out")
+
+
+def test_full_disk_while_copying(save_source, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = save_source()
+    monkeypatch.setattr(os, "copy_file_range", fail, raising=False)
+    refused(folder, "No space left on device", error=OSError)
 
 
 def test_full_disk_is_seen_before_writing(save_source, monkeypatch):

@@ -291,3 +291,8 @@ def test_smollm2(tmp_path):
         assert torch.equal(result(ids).logits, library(ids).logits)
         options = {"max_new_tokens": 8, "do_sample": False}
         assert torch.equal(result.generate(ids, **options), library.generate(ids, **options))
+    convert_checkpoint(path, tmp_path / "half", dtype="bfloat16", granularity="elementwise")
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half").eval()
+    assert half.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(half(ids).logits, library.bfloat16()(ids).logits)

@@ -5,6 +5,7 @@ float32, bfloat16 and float16, so the logits are bitwise those of the source.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -147,8 +148,10 @@ def _identity(config: GatedLlamaConfig, bias: float | None, seed: int) -> GateSt
 
 
 def _open(config: GatedLlamaConfig, bias: float | None, seed: int) -> GateStart:
-    if bias is None:
-        raise ValueError("policy='open' needs bias: the scores start at act(bias), for example bias=4.0.")
+    if bias is None or not math.isfinite(bias):
+        raise ValueError(
+            f"policy='open' needs a bias, not {bias}: the scores start at act(bias), for example bias=4.0."
+        )
     if config.gate_input == "states":
         raise ValueError("policy='open' with gate_input='states': that gate has no bias. Use policy='normal'.")
     note = f"Scores start at {config.gate_activation}({bias:g}), nothing is folded: the model differs from its source."

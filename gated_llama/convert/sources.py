@@ -162,6 +162,7 @@ COMMON_IGNORED = {
     "_commit_hash": Ignored(BOOKKEEPING),
     "transformers.js_config": Ignored(BOOKKEEPING),
     "unsloth_version": Ignored(BOOKKEEPING),
+    "max_sequence_length": Ignored("a limit of training; max_position_embeddings is read"),
     "unsloth_fixed": Ignored(BOOKKEEPING),
     "is_llama_config": Ignored(BOOKKEEPING),
     "tokenizer_class": Ignored("the tokenizer is checked and pinned in tokenizer_config.json"),
