@@ -608,3 +608,11 @@ def test_no_query_means_no_number():
         result = measure(build(), tokens(2, 1))
     assert (result.mean, result.queries) == (None, 0)
     json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_a_model_that_computes_nan_is_not_reported():
+    model = build(num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[0] = float("nan")
+    with pytest.raises(ValueError, match=r"not finite in layers \[0\]"):
+        measure(model, tokens())

@@ -145,9 +145,8 @@ class FirstTokenAttention(AttentionProbe):
         log_sum_exp = _log_sum_exp(call, visibility, rows, self.block_bytes)  # [batch, heads, seq]
         heads = call.query.shape[1]
         sums = self._sums.setdefault(call.layer, _Sums(heads, self.sink_window))
-        sums.add_first(
-            _first_weights(call, visibility, layout, log_sum_exp), self._counted(visibility, layout), layout
-        )
+        weights, seen = _first_weights(call, visibility, layout, log_sum_exp)
+        sums.add_first(weights, seen, self._counted(visibility, layout), layout)
         for row, first, length in layout.documents:
             stop = first + min(length, self.sink_window)
             sums.add_keys(*_corner(call, visibility, log_sum_exp, row, first, stop))
@@ -167,6 +166,10 @@ class FirstTokenAttention(AttentionProbe):
             raise ValueError("The decoder ran, but none of its attention layers called the attention interface.")
         layers = sorted(self._sums)
         sums = [self._sums[layer] for layer in layers]
+        if broken := [layer for layer, s in zip(layers, sums, strict=True) if not s.first.isfinite().all()]:
+            raise ValueError(
+                f"Attention weights are not finite in layers {broken}: the model computes NaN or infinity."
+            )
         per_head, late = ([_means(s.first[i], s.count[i]) for s in sums] for i in (0, 1))
         per_layer, per_layer_late = ([_mean(heads) for heads in table] for table in (per_head, late))
         return FirstTokenAttentionResult(
@@ -199,14 +202,12 @@ class _Sums:
         self.keys = torch.zeros(heads, sink_window, dtype=torch.float64)
         self.key_count = torch.zeros(sink_window, dtype=torch.float64)
 
-    def add_first(self, weights: torch.Tensor, counted: torch.Tensor, layout: Layout) -> None:
-        """weights [batch, heads, seq], NaN where the first token is out of sight; counted [batch, seq]."""
-        seen = ~weights.isnan().all(dim=1)
-        weights = weights.nan_to_num(nan=0.0)
+    def add_first(self, weights: torch.Tensor, seen: torch.Tensor, counted: torch.Tensor, layout: Layout) -> None:
+        """weights and seen [batch, heads, seq]; counted [batch, seq]. Weights out of sight are zero."""
         for index, chosen in enumerate((counted, counted & (layout.position >= EARLY_QUERIES))):
-            self.first[index] += (weights * chosen[:, None]).sum(dim=(0, 2), dtype=torch.float64).cpu()
+            self.first[index] += weights.where(seen & chosen[:, None], 0.0).sum(dim=(0, 2), dtype=torch.float64).cpu()
             self.count[index] += chosen.sum().cpu()
-        self.seen += (counted & seen).sum().cpu()
+        self.seen += (counted & seen.any(dim=1)).sum().cpu()
 
     def add_keys(self, weights: torch.Tensor, queries: torch.Tensor) -> None:
         """weights [heads, queries, keys] of one document's corner, zero where not counted; queries [keys]."""
@@ -223,7 +224,10 @@ def _scores(call: AttentionCall, query: torch.Tensor, key: torch.Tensor) -> torc
     """Scores before the mask. query [..., group, n, width] and key [..., keys, width] -> [..., group, n, keys]."""
     group, rows = query.shape[-3:-1]
     scores = (query * call.scaling).flatten(-3, -2) @ key.float().transpose(-1, -2)
-    scores = scores.unflatten(-2, (group, rows))
+    return _capped(call, scores.unflatten(-2, (group, rows)))
+
+
+def _capped(call: AttentionCall, scores: torch.Tensor) -> torch.Tensor:
     softcap = call.options.get("softcap")
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
@@ -255,23 +259,13 @@ def _visible_scores(call: AttentionCall, visibility: Visibility, query: torch.Te
 
 
 def _first_weights(call: AttentionCall, visibility: Visibility, layout: Layout, log_sum_exp: torch.Tensor):
-    """a_i0 [batch, heads, seq] of each query on its document's first token; NaN where it does not see that token."""
+    """a_i0 of each query on its document's first token, and whether it sees that token: [batch, heads, seq] both."""
     kv_heads = call.key.shape[1]
-    query = _grouped(call.query, kv_heads)
-    if bool((layout.start == layout.start[:, :1]).all()):
-        first = call.key[torch.arange(len(layout.start)), :, layout.start[:, 0]][
-            :, :, None
-        ]  # [batch, kv heads, 1, width]
-        scores = _scores(call, query, first)[..., 0]
-    else:
-        index = layout.start[:, None, :, None].expand(-1, kv_heads, -1, call.key.shape[-1])
-        first = call.key.gather(2, index).float()[:, :, None]
-        scores = (query * first).sum(-1) * call.scaling
-        softcap = call.options.get("softcap")
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    index = layout.start[:, None, :, None].expand(-1, kv_heads, -1, call.key.shape[-1])
+    first = call.key.gather(2, index).float()[:, :, None]  # [batch, kv heads, 1, seq, width]
+    scores = _capped(call, (_grouped(call.query, kv_heads) * first).sum(-1) * call.scaling).flatten(1, 2)
     bias = visibility.pairs(layout.start)
-    weights = (scores.flatten(1, 2) + bias - log_sum_exp).exp()
-    return weights.masked_fill(bias == float("-inf"), float("nan"))
+    return (scores + bias - log_sum_exp).exp(), (bias > float("-inf")).expand_as(scores)
 
 
 def _corner(call: AttentionCall, visibility: Visibility, log_sum_exp: torch.Tensor, row: int, first: int, stop: int):

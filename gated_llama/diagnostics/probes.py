@@ -46,8 +46,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     """
-    The causal self-attention modules of the decoder that dispatch through the Transformers attention interface, by
-    layer.
+    The decoder's causal self-attention modules that dispatch through the Transformers attention interface, by layer.
 
     Layers of another kind (linear attention, state spaces) are left out. Raises ValueError when there is none: for an
     encoder, whose attention is not causal, and for a model whose attention calls its kernels by itself.
@@ -59,12 +58,14 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
             f"(no module's forward uses {DISPATCHER}), so its queries and keys cannot be seen."
         )
     causal = [module for module in found if getattr(module, "is_causal", True)]
+    causal = causal if getattr(model.config, "is_causal", True) else []
     if not causal:
         raise ValueError(
             f"{type(model).__name__} is an encoder: its attention is not causal. Diagnostics need a decoder-only "
             "language model."
         )
-    return {getattr(module, "layer_idx", index): module for index, module in enumerate(causal)}
+    named = {getattr(module, "layer_idx", None): module for module in causal}
+    return named if len(named) == len(causal) and None not in named else dict(enumerate(causal))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,8 +86,10 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def named_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict:
     """The arguments of a call of `module`, all by name, as a forward pre-hook sees them."""
-    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    return given | given.pop("kwargs", {})
+    signature = inspect.signature(module.forward)
+    given = signature.bind_partial(*args, **kwargs).arguments
+    rest = (name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD)
+    return given | given.pop(next(rest, ""), {})
 
 
 @dataclass

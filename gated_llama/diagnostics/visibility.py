@@ -29,9 +29,10 @@ class Layout:
         return self.real & (self.position == 0)
 
     def to(self, device) -> "Layout":
-        return (
-            self if self.real.device == torch.device(device) else Layout(self.real.to(device), self.start.to(device))
-        )
+        """The same on another device."""
+        if self.real.device == torch.device(device):
+            return self
+        return Layout(self.real.to(device), self.start.to(device))
 
     @functools.cached_property
     def documents(self) -> list[tuple[int, int, int]]:
@@ -87,6 +88,7 @@ class Visibility:
         self.mask = mask if isinstance(mask, BlockMask) or (mask is not None and mask.ndim == 4) else None
         self.layout = layout
         self.window = window
+        self.given = mask  # kept alive, since layers are told apart by the identity of their masks
         self.masks_padding = mask is not None
         self.separate_documents = separate_documents
 
@@ -134,7 +136,7 @@ class Visibility:
             only_itself = self.layout.position == 0
             return torch.ones_like(only_itself) if self.window == 1 else only_itself
         device = self.layout.real.device
-        rows = torch.arange(seq, device=device).split(max(1, 2**24 // seq))
+        rows = torch.arange(seq, device=device).split(max(1, 2**20 // seq))
         counts = [(self.block(chunk, seq) > float("-inf")).sum(-1).amax(1) for chunk in rows]
         return torch.cat(counts, dim=-1) <= 1
 
