@@ -18,6 +18,7 @@ Qwen3 or Llama part, so each library version brings its own cache, mask and chec
 """
 
 import re
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -38,11 +39,14 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
+from transformers.utils import logging
 from transformers.utils.output_capturing import OutputRecorder
 from transformers.utils.versions import require_version
 
 from .configuration_gated import GatedLlamaConfig
 
+
+logger = logging.get_logger(__name__)
 
 # The pins of a package do not reach those who load this file from the Hub.
 require_version("transformers>=5.17.0", "gated_llama models need it: pip install -U 'transformers>=5.17.0'")
@@ -277,6 +281,9 @@ class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """As in the parent; raises ValueError when the attention weights in the file are not those of the config."""
+        code = Path(pretrained_model_name_or_path or "", "modeling_gated.py")
+        if code.is_file() and code.read_bytes() != Path(__file__).read_bytes():
+            logger.warning(f"{code.parent} carries modelling code that differs from {__file__}, which loads it.")
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         gate = re.compile(r"\.self_attn\.(g_proj\.(weight|bias)|g_param)$")

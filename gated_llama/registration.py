@@ -27,8 +27,8 @@ def register() -> None:
     """
     Makes the Auto classes resolve model type `gated_llama` to this package. Calling it again is harmless.
 
-    Once registered, `AutoModelForCausalLM.from_pretrained(folder)` uses this package; with `trust_remote_code=True` it
-    uses the code in the folder.
+    Once registered, `AutoModelForCausalLM.from_pretrained(folder)` uses this package, also with
+    `trust_remote_code=True`: Transformers prefers registered code to a folder's.
 
     Raises:
         ImportError: another class, not a copy of this package's, already owns the model type.
@@ -39,8 +39,8 @@ def register() -> None:
         if (owner.__module__.rsplit(".", 1)[-1], owner.__name__) != tuple(AUTO_MAP["AutoConfig"].split(".")):
             raise ImportError(
                 f"Model type {model_type!r} is already registered by {owner.__module__}.{owner.__qualname__}, so "
-                f"{GatedLlamaConfig.__module__}.{GatedLlamaConfig.__qualname__} cannot own it: import gated_llama first, "
-                "or remove the other registration."
+                f"{GatedLlamaConfig.__module__}.{GatedLlamaConfig.__qualname__} cannot own it: import gated_llama "
+                "first, or remove the other registration."
             )
     AutoConfig.register(model_type, GatedLlamaConfig, exist_ok=True)
     for auto_model in AUTO_MODELS:
