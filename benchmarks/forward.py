@@ -6,7 +6,7 @@ rounds of (gated / source) within the round, so that drift of the machine cancel
 cost: the floating-point operations of the prefill with the gate over those without, and the same for the bytes of
 weights and cache that a decoding step reads.
 
-    python benchmarks/forward.py [--rounds 20] [--dtype float32] [--json]
+    python benchmarks/forward.py [--rounds 20] [--dtype float32] [--clock cpu] [--json]
 """
 
 import importlib.util
@@ -31,6 +31,7 @@ from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM
 PREFILL_TOKENS = 512
 DECODE_STEPS = 16
 GRANULARITIES = ("headwise", "elementwise")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def load_source(dtype: torch.dtype) -> LlamaForCausalLM:
@@ -76,7 +77,7 @@ def decoding(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def paired_seconds(runs: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
+def paired_seconds(runs: dict[str, Callable], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     """Seconds of each run in each round; the order rotates from round to round."""
     seconds = {name: [] for name in runs}
     names = list(runs)
@@ -85,9 +86,9 @@ def paired_seconds(runs: dict[str, Callable], rounds: int) -> dict[str, list[flo
     for index in range(rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
-            start = time.perf_counter()
+            start = clock()
             runs[name]()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 
@@ -106,7 +107,7 @@ def decode_bytes(model: torch.nn.Module, ids: torch.Tensor) -> int:
     return (weights + cached) * model.dtype.itemsize
 
 
-def measure(models: dict[str, torch.nn.Module], ids: torch.Tensor, rounds: int) -> list[dict]:
+def measure(models: dict[str, torch.nn.Module], ids: torch.Tensor, rounds: int, clock: Callable) -> list[dict]:
     """One row a phase and gated model; the first of `models` is what the others are compared with."""
     phases = {
         "prefill": ({name: lambda m=model: prefill(m, ids) for name, model in models.items()}, prefill_flops, 1),
@@ -115,7 +116,7 @@ def measure(models: dict[str, torch.nn.Module], ids: torch.Tensor, rounds: int) 
     base, *gated = models
     rows = []
     for phase, (runs, cost, steps) in phases.items():
-        seconds = paired_seconds(runs, rounds)
+        seconds = paired_seconds(runs, rounds, clock)
         for name in gated:
             ratios = [mine / source for mine, source in zip(seconds[name], seconds[base], strict=True)]
             low, _, high = statistics.quantiles(ratios, n=4)
@@ -157,6 +158,9 @@ def main(
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Dtype of weights and activations.")
     ] = "float32",
+    clock: Annotated[
+        Literal["wall", "cpu"], typer.Option(help="cpu: time of the process alone, for a busy machine and one thread.")
+    ] = "wall",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ):
     """Compare gated SmolLM2-135M with its source."""
@@ -172,8 +176,9 @@ def main(
         "threads": torch.get_num_threads(),
         "dtype": dtype,
         "rounds": rounds,
+        "clock": clock,
     }
-    rows = measure(models, ids, rounds)
+    rows = measure(models, ids, rounds, CLOCKS[clock])
     print(json.dumps({"conditions": conditions, "rows": rows})) if as_json else show(rows, conditions)
 
 
