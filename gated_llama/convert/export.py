@@ -162,8 +162,8 @@ def plan_export(checkpoint: Checkpoint, target: Target, dtype: str | torch.dtype
             f"Target {target.name} scales {', '.join(target.neutralises(config))} of this model by 2^-30, which "
             "float16 cannot hold: use dtype='bfloat16' or 'float32'."
         )
-    if target.sandwich_norms and dtype == torch.bfloat16:
-        config.rms_norm_eps = storable_eps(config.rms_norm_eps)
+    if dtype == torch.bfloat16 and target.neutralises(config):
+        config.rms_norm_eps = storable_eps(config.rms_norm_eps, target.zero_centred)
         notes.append(f"rms_norm_eps is {config.rms_norm_eps:.6g}, so that bfloat16 holds the neutral gains exactly.")
     kept = expected_tensors(config, dtype)
     tensors = {

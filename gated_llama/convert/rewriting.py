@@ -8,7 +8,6 @@ Everything is built in float32 and rounded once, to the dtype of the export. Pro
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import sqrt
-from typing import NamedTuple
 
 import torch
 
@@ -60,13 +59,6 @@ def combined(combine: Callable[..., torch.Tensor], *parts: Recipe) -> Recipe:
     return Recipe(tuple(shape), lambda: combine(*(part.build() for part in parts)))
 
 
-class NeutralGains(NamedTuple):
-    """Gains of the norms behind q_proj and k_proj that undo NEUTRAL_SCALE."""
-
-    query: float
-    key: float
-
-
 def neutral_gain(eps: float) -> float:
     """
     The gain sqrt(eps) / s with which RMSNorm(s y) = y, s = NEUTRAL_SCALE.
@@ -82,33 +74,16 @@ def neutral_gain(eps: float) -> float:
     return sqrt(eps) / NEUTRAL_SCALE
 
 
-def storable_eps(eps: float) -> float:
+def storable_eps(eps: float, zero_centred: bool) -> float:
     """
-    The value closest to eps whose root bfloat16 holds, at most 0.8 % away: with it a neutral gain has no rounding.
+    The value closest to eps whose neutral gain bfloat16 stores exactly, as gain - 1 if zero-centred: at most 0.8 % away.
 
-    A norm of inputs with mean square v changes by eps / 250 v, next to nothing; a gain that is rounded would scale
-    every branch by up to 0.4 %.
+    For this a norm of inputs with mean square v changes by eps / 250 v at most, next to nothing. A neutral gain that
+    is rounded instead would scale the scores, or every branch, by up to 0.4 %.
     """
-    return torch.tensor(sqrt(eps)).bfloat16().item() ** 2
-
-
-def neutral_gains(eps: float, dtype: torch.dtype, zero_centred: bool) -> NeutralGains:
-    """
-    Neutral gains of the query and the key norm as `dtype` can store them.
-
-    Scores see their product only, so in bfloat16, which stores a gain to 0.4 % at worst, the pair is chosen whose
-    product is closest to eps / s^2.
-    """
-    gain = neutral_gain(eps)
-    if dtype == torch.float32:
-        return NeutralGains(gain, gain)
     shift = 1.0 if zero_centred else 0.0
-    exponent = torch.frexp(torch.tensor(gain)).exponent
-    stored = torch.ldexp(torch.arange(128, 512) / 256, exponent).to(dtype).double().unique()
-    query = stored + shift
-    key = (gain**2 / query - shift).to(dtype).double() + shift
-    best = (query * key - gain**2).abs().argmin()
-    return NeutralGains(query[best].item(), key[best].item())
+    stored = torch.tensor(neutral_gain(eps) - shift).bfloat16().item()
+    return ((stored + shift) * NEUTRAL_SCALE) ** 2
 
 
 def gain_factors(gain: torch.Tensor) -> torch.Tensor:
@@ -202,8 +177,8 @@ class Rewriting:
                 layer[name] = layer[name].times(1 / factors)
 
     def _neutralise_qk(self, layer: Layer):
-        gains = neutral_gains(self.config.rms_norm_eps, self.dtype, self.target.zero_centred)
-        for part, gain in zip("qk", gains, strict=True):
+        gain = neutral_gain(self.config.rms_norm_eps)
+        for part in "qk":
             for name in (f"{PROJECTIONS[part]}.weight", f"{PROJECTIONS[part]}.bias"):
                 if name in layer:
                     layer[name] = layer[name].times(NEUTRAL_SCALE)
