@@ -135,7 +135,7 @@ def _scores(samples: list[dict], length: int) -> list[float]:
 
 def to_markdown(ruler: Ruler) -> str:
     """One table of averages with the difference in differences, one of tasks, and the paper's figures."""
-    labels = list(ruler.models)
+    labels = list(ruler.contexts)
     lengths = sorted({length for by_length in ruler.scores.values() for length in by_length})
     tasks = list(dict.fromkeys(name for cells in ruler.scores.values() for cell in cells.values() for name in cell))
     counts = {len(scores) for cells in ruler.scores.values() for cell in cells.values() for scores in cell.values()}
@@ -158,7 +158,7 @@ def to_markdown(ruler: Ruler) -> str:
 
 
 def _table(title: str, ruler: Ruler, lengths: Sequence[int], task: str | None) -> list[str]:
-    labels = list(ruler.models)
+    labels = list(ruler.contexts)
     lines = [f"{title}:", "", f"| length | {' | '.join(labels)} | difference in differences |"]
     lines.append("|--:|" + "--:|" * (len(labels) + 1))
     for length in lengths:
