@@ -21,6 +21,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama import modeling_llama
 
@@ -616,3 +617,22 @@ def test_a_model_that_computes_nan_is_not_reported():
         model.model.layers[0].self_attn.q_proj.weight[0] = float("nan")
     with pytest.raises(ValueError, match=r"not finite in layers \[0\]"):
         measure(model, tokens())
+
+
+def test_models_whose_code_comes_from_the_hub(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    remote = get_class_from_dynamic_module("modeling_gated.GatedLlamaForCausalLM", tmp_path).from_pretrained(tmp_path)
+    assert type(remote).__module__.startswith("transformers_modules")
+    assert measure(remote.eval(), tokens()).per_head == measure(model, tokens()).per_head
+    with GateScores(remote) as probe, torch.no_grad():
+        remote(tokens())
+    assert probe.result().mean == pytest.approx(0.5, abs=0.1)
+
+
+def test_models_inside_an_adapter():
+    peft = pytest.importorskip("peft")
+    model = build()
+    plain = measure(model, tokens())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2)).eval()
+    assert measure(adapted, tokens()).per_head == plain.per_head  # LoRA starts as the identity
