@@ -76,7 +76,7 @@ def neutral_gain(eps: float) -> float:
 
 def storable_eps(eps: float, zero_centred: bool) -> float:
     """
-    The value closest to eps whose neutral gain bfloat16 stores exactly, as gain - 1 if zero-centred: at most 0.8 % away.
+    The value closest to eps, 0.8 % away at most, whose neutral gain (minus 1 if zero-centred) is exact in bfloat16.
 
     For this a norm of inputs with mean square v changes by eps / 250 v at most, next to nothing. A neutral gain that
     is rounded instead would scale the scores, or every branch, by up to 0.4 %.
