@@ -181,14 +181,13 @@ class GatedLlamaAttention(nn.Module):
             return states
         if self.config.gate_input == "constant":
             return self.g_param
-        if self.config.gate_in_fp32:
-            weight = self.g_proj.weight
-            dtype = weight.dtype if weight.is_floating_point() else torch.float32
+        weight = getattr(self.g_proj, "weight", None)  # some quantised projections have none
+        if self.config.gate_in_fp32 and isinstance(weight, torch.Tensor) and weight.is_floating_point():
             with torch.autocast(hidden_states.device.type, enabled=False):
-                logits = self.g_proj(hidden_states.to(dtype))
+                logits = self.g_proj(hidden_states.to(weight.dtype))
         else:
             logits = self.g_proj(hidden_states)
-        mesh = getattr(self.g_proj.weight, "device_mesh", None)
+        mesh = getattr(weight, "device_mesh", None)
         if self.config.gate_head_shared and mesh is not None and logits.requires_grad:
             logits.register_hook(lambda gradient: sum_over_ranks(gradient, mesh))
         width = 1 if self.config.gate_granularity == "headwise" else states.shape[-1]
