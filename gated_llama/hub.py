@@ -53,7 +53,8 @@ def model_card(
         **inherited,
     )
     record = config.gate_retrofit or {}
-    base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "an ungated checkpoint"
+    kind = "a checkpoint of another gate layout" if record.get("policy") == "imported" else "an ungated checkpoint"
+    base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else kind
     if model_type := record.get("source_model_type"):
         base += f" of type `{model_type}`"
     rows = "\n".join(f"| {key} | {value} |" for key, value in card_rows(config).items())

@@ -6,11 +6,27 @@ import warnings
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+def byte_progress() -> Progress:
+    """A bar for bytes written, with the name of the tensor that is; nothing where stderr is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[tensor]}", style="dim"),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    )
 
 
 def facts(title: str, rows: list[tuple[str, str]]) -> Table:

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from .console import err, facts, hide_bars, out
-from .options import Activation, Dtype, GateInput, Granularity, Operation, Policy, Position, layer_list
+from .console import byte_progress, facts, hide_bars, out
+from .options import Activation, Dtype, GateInput, Granularity, Layout, Operation, Policy, Position, layer_list
 
 
 def register(app: typer.Typer):
@@ -34,6 +33,9 @@ def convert(
     ] = "identity",
     bias: Annotated[float | None, typer.Option(help="Start of the gate's bias, for policy open.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of policy normal.")] = 0,
+    layout: Annotated[
+        Layout | None, typer.Option(help="How a source that has gates stores them, if not as its format says.")
+    ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Dtype to write; the source's by default.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
@@ -43,18 +45,8 @@ def convert(
     hide_bars()
     from gated_llama.convert import convert_checkpoint
 
-    with Progress(
-        TextColumn("converting"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[tensor]}", style="dim"),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-    ) as bar:
-        task = bar.add_task("convert", total=None, tensor="")
+    with byte_progress() as bar:
+        task = bar.add_task("converting", total=None, tensor="")
         report = convert_checkpoint(
             source,
             output,
@@ -69,12 +61,20 @@ def convert(
             policy=policy,
             bias=bias,
             seed=seed,
+            layout=layout,
             dtype=dtype,
             max_shard_size=max_shard_size,
             revision=revision,
             progress=lambda done, total, name: bar.update(task, completed=done, total=total, tensor=name),
         )
     show(report)
+
+
+def next_step(report) -> tuple[str, str]:
+    layout = (report.config.gate_retrofit or {}).get("layout")
+    if layout == "per_kv_group":  # the paper's release, which no class of Transformers loads
+        return "next", f"gated-llama inspect {report.output}"
+    return "next", f"gated-llama verify {report.source} {report.output}"
 
 
 def show(report):
@@ -87,6 +87,6 @@ def show(report):
         ("folded", ", ".join(f"{name} x {factor:g}" for name, factor in report.folded.items()) or "nothing"),
         ("tokenizer", report.tokenizer_class or "none in the source"),
         *(("note", note) for note in report.notes),
-        ("next", f"gated-llama verify {report.source} {report.output}"),
+        next_step(report),
     ]
     out.print(facts(f"{report.source} -> {report.output}", rows))

@@ -103,9 +103,17 @@ class Steps:
 
 def show(report):
     from gated_llama.diagnostics.figures import both, label
-    from gated_llama.diagnostics.page import intervention_rows, left_out_line, spike_rows, summary_rows
+    from gated_llama.diagnostics.page import (
+        divergence_line,
+        intervention_rows,
+        left_out_line,
+        spike_rows,
+        summary_rows,
+    )
 
     print_table("Diagnosis", summary_rows(report))
+    if parted := divergence_line(report):
+        out.print(parted)
     for each in both(report):
         if each.spike_writers:
             print_table(f"Spike writers of {label(each)}", spike_rows(each))

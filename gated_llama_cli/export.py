@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from .console import err, facts, hide_bars, out
+from .console import byte_progress, facts, hide_bars, out
 from .options import Dtype
 
 
@@ -32,17 +31,7 @@ def export(
     hide_bars()
     from gated_llama.convert.export import export_checkpoint
 
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[tensor]}", style="dim"),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-    ) as bar:
+    with byte_progress() as bar:
         task = bar.add_task("exporting", total=None, tensor="")
 
         def advance(done: int, total: int, name: str):

@@ -81,7 +81,7 @@ AGREEMENT = {
 
 
 def show(reports: list):
-    from gated_llama.convert.verify import place_name
+    from gated_llama.diagnostics.divergence import place_name
 
     table = Table(title=escape(f"{reports[0].source} = {reports[0].result}?"), title_justify="left")
     for heading in ("dtype", "tokens", "bitwise equal", "max |difference|", "first diverging layer", "greedy text"):

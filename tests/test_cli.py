@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 import gated_llama_cli
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM
 from gated_llama.convert import convert_checkpoint, inspection
+from gated_llama.convert.layouts import LAYOUTS
 from gated_llama.convert.policies import POLICIES
 from gated_llama_cli import demo as demo_command
 from gated_llama_cli import options
@@ -141,6 +142,7 @@ def test_choices_are_those_of_the_configuration(choices, field):
 
 def test_policies_are_those_of_the_converter():
     assert set(typing.get_args(options.Policy)) == set(POLICIES)
+    assert set(typing.get_args(options.Layout)) == set(LAYOUTS)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics import corpus as corpora
 from gated_llama.diagnostics.figures import figures
-from gated_llama.diagnostics.page import as_json, page, spans, write_report
+from gated_llama.diagnostics.page import as_json, divergence_line, page, spans, write_report
 from gated_llama.diagnostics.report import SCHEMA_VERSION, diagnose
 from gated_llama_cli import main
 
@@ -118,6 +118,18 @@ def test_report_agrees_with_eager_attention(report, gated, corpus):
     expected = [layer[:, :, 1:, 0].mean().item() for layer in maps]
     assert report.first_token_attention["per_layer"] == pytest.approx(expected, abs=1e-5)
     assert torch.allclose(report.maps[4], maps[4][0, :, :48, :48], atol=1e-5)
+
+
+def test_models_are_told_to_part_where_they_do(report, tokenizer, corpus):
+    content = report.to_dict()["divergence"]
+    assert [entry["place"] for entry in content] == ["embed_tokens", 0, 1, 2, 3, 4, "norm"]
+    assert content[0]["bitwise"]
+    assert not content[1]["bitwise"]  # the first gate
+    assert "part at model.layers.0" in divergence_line(report)
+    base = AutoModelForCausalLM.from_pretrained(STORIES)
+    same = diagnose(base, tokenizer, corpus, name="again", map_layers=[0], interventions=False)
+    assert "bitwise equal" in divergence_line(replace(report.against, against=same))
+    assert divergence_line(report.against) == ""
 
 
 def test_pictures_and_page_hold_everything(report, tmp_path):

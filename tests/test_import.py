@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from gated_llama.convert import convert_checkpoint, imports
 from gated_llama.convert.layout_check import layout_losses
 from gated_llama.convert.layouts import LAYOUTS, HeadGeometry
+from gated_llama_cli import main
 
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
@@ -204,3 +205,17 @@ def test_a_gate_cannot_be_asked_of_a_source_that_has_one(tmp_path):
     paper_checkpoint(tmp_path / "plain", "GQA", "none", "as released")
     with pytest.raises(ValueError, match=r"layout='per_head' .* has no gate"):
         convert_checkpoint(tmp_path / "plain", tmp_path / "out", layout="per_head")
+
+
+def test_command_imports_with_another_layout_and_says_what_it_cannot_verify(tmp_path, capsys):
+    golden_folder = GOLDEN / "official_elementwise"
+    assert main(["convert", str(golden_folder), str(tmp_path / "as-declared")]) == 0
+    assert "gated-llama inspect" in capsys.readouterr().out
+    assert main(["convert", str(golden_folder), str(tmp_path / "other"), "--layout", "per_head"]) == 0
+    declared, other = (load_file(tmp_path / name / "model.safetensors") for name in ("as-declared", "other"))
+    name = "model.layers.0.self_attn.g_proj.weight"
+    assert declared[name].shape == other[name].shape
+    assert not torch.equal(declared[name], other[name])
+    capsys.readouterr()
+    assert main(["verify", str(golden_folder), str(tmp_path / "as-declared")]) == 2
+    assert "--target paper" in capsys.readouterr().err

@@ -20,14 +20,8 @@ from transformers import (
 )
 
 from gated_llama.convert import convert_checkpoint
-from gated_llama.convert.verify import (
-    first_divergence,
-    layer_divergence,
-    place_name,
-    recorded_states,
-    verify,
-    verify_dtypes,
-)
+from gated_llama.convert.verify import verify, verify_dtypes
+from gated_llama.diagnostics.divergence import first_divergence, layer_divergence, place_name, recorded_states
 from gated_llama_cli.demo import find_smollm2
 
 

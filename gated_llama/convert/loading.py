@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from .imports import PAPER_FLAGS
 from .opening import Checkpoint, open_checkpoint
 from .tensor_files import one_line
 from .tokenizer import VOCABULARIES
@@ -66,6 +67,11 @@ class Loadable:
 
     def load_model(self, dtype: str = "auto", **options) -> torch.nn.Module:
         """The causal language model in eval mode; ValueError if a weight is absent or of another shape."""
+        if any(self.checkpoint.raw_config.get(flag) for flag in PAPER_FLAGS):
+            raise ValueError(
+                f"{self} is in the format of the paper's release, for which Transformers has no class: convert it "
+                "with `gated-llama convert`; `gated-llama export --target paper` gives its tensors back bit for bit."
+            )
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 **self.arguments, config=self.config, dtype=dtype, output_loading_info=True, **options

@@ -8,6 +8,7 @@ attention.result().mean, activations.result().spike_writers
 
 from .activations import Activations, ActivationsResult, SpikeWriter, delimiter_token_ids
 from .attention import FirstTokenAttention, FirstTokenAttentionResult, attention_maps
+from .divergence import LayerDifference, first_divergence, layer_divergence, recorded_states
 from .gates import GateScores, GateScoresResult
 from .interventions import (
     InterventionOutcome,
@@ -34,6 +35,7 @@ __all__ = [
     "GateScores",
     "GateScoresResult",
     "InterventionOutcome",
+    "LayerDifference",
     "OutputSparsity",
     "OutputSparsityResult",
     "Probe",
@@ -44,11 +46,14 @@ __all__ = [
     "decoder_of",
     "delimiter_token_ids",
     "evicted_keys",
+    "first_divergence",
     "gate_interventions",
+    "layer_divergence",
     "mean_nll",
     "measure_interventions",
     "quantisation_interventions",
     "quantised",
+    "recorded_states",
     "scaled_gates",
     "streaming_interventions",
 ]

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .divergence import place_name
 from .figures import both, figures, label
 
 
@@ -86,6 +87,21 @@ def spans(layers: list[int]) -> str:
     return ", ".join(str(g[0]) if len(g) == 1 else f"{g[0]}-{g[-1]}" for g in groups) or "none"
 
 
+def divergence_line(report: "DiagnosisReport") -> str:
+    """Where the two models part, in one sentence; empty without a second model of the same shape."""
+    if not (places := report.divergence()):
+        return ""
+    parted = next((place for place in places if not place["bitwise"]), None)
+    if parted is None:
+        return "On the first row the outputs of every layer are bitwise equal."
+    largest = max(places, key=lambda place: place["max_abs_difference"])
+    return (
+        f"On the first row the models part at {place_name(parted['place'])}, by "
+        f"{number(parted['max_abs_difference'])}; the largest difference is "
+        f"{number(largest['max_abs_difference'])}, at {place_name(largest['place'])}."
+    )
+
+
 def spike_rows(report: "DiagnosisReport", most: int = 12) -> Rows:
     """Spike writers, the largest contribution first."""
     heading = ["layer", "unit", "on the first token", "elsewhere at most", "contribution", "dimension"]
@@ -135,6 +151,7 @@ def page(report: "DiagnosisReport", pictures: dict[str, bytes]) -> str:
     )
     parts = [f"<h1>{escape(label(report))}</h1><p>{escape(about)}</p>", html_table(summary_rows(report))]
     parts += [html_figure(name, picture) + "</figure>" for name, picture in pictures.items()]
+    parts.append(f"<p>{escape(divergence_line(report))}</p>")
     for each in both(report):
         parts.append(f"<h2>Spike writers of {escape(label(each))}</h2>")
         parts.append(html_table(spike_rows(each)) if each.spike_writers else "<p>None.</p>")

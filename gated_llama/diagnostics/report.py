@@ -12,6 +12,7 @@ from .. import __version__
 from .activations import Activations, delimiter_token_ids
 from .attention import FirstTokenAttention, attention_maps
 from .corpus import Corpus
+from .divergence import Place, layer_divergence, recorded_states
 from .gates import GateScores, GateScoresResult
 from .interventions import (
     gate_interventions,
@@ -40,7 +41,8 @@ class DiagnosisReport:
     elsewhere_max, elsewhere_mean, contribution, dimension}. gate_scores: `GateScoresResult`, None without a gate.
     sparsity: `OutputSparsityResult`. first_token_states: `FirstTokenStatesResult`. interventions: list of
     `InterventionOutcome`, None when not asked for; those that do not apply to the model are in `left_out` with the
-    reason. maps: attention maps for the pictures, not part of the JSON. against: the same of another model.
+    reason. against: the same of another model. maps, map_tokens and states (outputs of the layers on the first row)
+    are for pictures and comparison and not part of the JSON.
     """
 
     model: dict[str, Any]
@@ -55,14 +57,29 @@ class DiagnosisReport:
     left_out: dict[str, str]
     maps: dict[int, torch.Tensor] = field(repr=False)
     map_tokens: list[str] = field(repr=False)
+    states: dict[Place, torch.Tensor] = field(repr=False)
     against: "DiagnosisReport | None" = None
+
+    def divergence(self) -> list[dict[str, Any]] | None:
+        """
+        Largest difference of the two models' hidden states on the first row: [{place, max_abs_difference, bitwise}].
+
+        None without a second model, and for models that do not have the same layers and shapes.
+        """
+        if self.against is None or not self.states:
+            return None
+        try:
+            return [asdict(difference) for difference in layer_divergence(self.states, self.against.states)]
+        except ValueError:
+            return None
 
     def to_dict(self) -> dict[str, Any]:
         """The content of report.json: plain numbers, lists and names, with `schema_version`."""
-        report = asdict(replace(self, maps={}, against=None))
-        del report["maps"], report["map_tokens"]
-        against = self.against.to_dict() if self.against else None
-        return {"schema_version": SCHEMA_VERSION, "gated_llama_version": __version__, **report, "against": against}
+        report = asdict(replace(self, maps={}, states={}, against=None))
+        for unsaved in ("maps", "map_tokens", "states"):
+            del report[unsaved]
+        report |= {"divergence": self.divergence(), "against": self.against.to_dict() if self.against else None}
+        return {"schema_version": SCHEMA_VERSION, "gated_llama_version": __version__, **report}
 
 
 def diagnose(
@@ -112,8 +129,20 @@ def diagnose(
         interventions=outcomes,
         left_out=left_out,
         maps=maps,
+        states=first_row_states(model, corpus),
         map_tokens=[tokenizer.decode([token]) for token in corpus.ids[0, :MAP_TOKENS].tolist()],
     )
+
+
+@torch.no_grad()
+def first_row_states(model: nn.Module, corpus: Corpus) -> dict[Place, torch.Tensor]:
+    """Outputs of embeddings, layers and final norm on the first row; empty for a decoder built in another way."""
+    decoder = model.get_decoder()
+    if not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
+        return {}
+    with recorded_states(model) as states:
+        model(corpus.ids[:1].to(model.device), use_cache=False)
+    return states
 
 
 def make_probes(model: nn.Module, tokenizer) -> dict[str, Any]:
