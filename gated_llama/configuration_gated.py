@@ -146,6 +146,8 @@ class GatedLlamaConfig(PreTrainedConfig):
             self.layer_types = [kind] * self.num_hidden_layers
         # A map that names another repository (remote code of an earlier generation) must not survive a save.
         kwargs.pop("auto_map", None)
+        # An attribute, and before the parent's turn: the library and its quantisers add rules of their own.
+        self.base_model_tp_plan = self._parallel_plan()
         super().__post_init__(**kwargs)
         self.auto_map = dict(AUTO_MAP)
 
@@ -166,9 +168,7 @@ class GatedLlamaConfig(PreTrainedConfig):
             )
         return super().from_dict(config_dict, **kwargs)
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
-        """How the modules are sharded over ranks; a gate is sharded with the heads that it gates."""
+    def _parallel_plan(self) -> dict[str, str]:
         plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")}
         plan["layers.*.self_attn.o_proj"] = "rowwise"
         plan |= {f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")}

@@ -49,10 +49,12 @@ def test_plan_covers_the_norms_per_head(tiny_config):
         assert plan[f"layers.*.self_attn.{name}"] == "replicated_with_grad_allreduce"
 
 
-def test_plan_follows_the_config(tiny_config):
+def test_others_may_add_to_the_plan(tiny_config):
+    """Quantisers do, through the attribute; it never reaches the file."""
     config = tiny_config()
-    config.gate_position = "G5"
-    assert config.base_model_tp_plan["layers.*.self_attn.g_proj"] == WHOLE
+    config.base_model_tp_plan.update({"layers.*.self_attn.q_proj.scale": "replicate"})
+    assert config.base_model_tp_plan["layers.*.self_attn.q_proj.scale"] == "replicate"
+    assert "base_model_tp_plan" not in config.to_dict()
 
 
 @pytest.mark.parametrize("overrides", [{}, {"gate_position": None}, {"gate_input": "constant"}, {"gate_layers": [1]}])
