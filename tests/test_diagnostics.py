@@ -314,6 +314,25 @@ def test_sparsity_of_raw_gated_and_scaled_outputs(granularity, tiny_model, rando
             assert result.norm_matched[layer][index] == pytest.approx(share(raw[layer] * matched), abs=2e-2)
 
 
+@pytest.mark.parametrize("model_type", FOREIGN)
+def test_sparsity_of_outputs_whose_gate_is_fused(model_type):
+    model, (ids, _) = foreign(model_type), texts()
+    probe = OutputSparsity(model, thresholds=(2e-2,))
+    gated = {}
+    handles = [
+        attention.o_proj.register_forward_pre_hook(lambda m, args, layer=layer: gated.update({layer: args[0]}))
+        for layer, attention in probe.modules.items()
+    ]
+    scores = observe(GateScores(model), model, ids)
+    result = observe(probe, model, ids)
+    for handle in handles:
+        handle.remove()
+    assert result.mean_score == pytest.approx(scores.per_layer, rel=1e-5)
+    for index, states in enumerate(gated.values()):
+        assert result.gated[index][0] == pytest.approx((states.abs() < 2e-2).float().mean().item())
+        assert result.raw[index][0] < result.gated[index][0]
+
+
 def test_scaling_shifts_the_threshold():
     """S_tau(c y) = S_(tau/c)(y), checked on a million values against the histogram."""
     states = torch.randn(1, 1000, 1000) * 0.01

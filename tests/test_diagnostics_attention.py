@@ -563,6 +563,9 @@ def test_compiled_graphs_are_whole_with_probes_off_and_refused_when_on(tiny_mode
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids).logits, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="_orig_mod"):
         FirstTokenAttention(compiled)
+    model.compile(backend="aot_eager")
+    with pytest.raises(ValueError, match="compiled in place"):
+        FirstTokenAttention(model)
 
 
 def test_models_are_told_apart_while_probed():

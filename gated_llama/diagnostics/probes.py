@@ -34,6 +34,10 @@ def decoder_of(model: nn.Module) -> nn.Module:
         raise ValueError(
             "The model is wrapped by torch.compile, which runs past probes: pass and call `model._orig_mod`."
         )
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        raise ValueError(
+            "The model was compiled in place, which runs past probes: measure it before `model.compile()`."
+        )
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
