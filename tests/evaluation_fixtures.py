@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import datasets
+import lm_eval.evaluator
 import lm_eval.tasks
 import pytest
 from evaluation_support import STORIES
@@ -31,13 +32,10 @@ def _build_short(paths, **options) -> dict:
 
 
 @pytest.fixture
-def short_index(monkeypatch):
+def quick_harness(monkeypatch, tmp_path):
+    """Few task files, no inventory of the machine after each run, data sets prepared in a folder of the test's own."""
     monkeypatch.setattr(TaskIndex, "build", staticmethod(_build_short))
-
-
-@pytest.fixture
-def own_cache(monkeypatch, tmp_path):
-    """Data sets are prepared in a folder of the test's own."""
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 

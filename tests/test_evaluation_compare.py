@@ -24,7 +24,7 @@ from gated_llama_cli import eval as eval_command
 # The harness and `datasets` are not ours to keep free of deprecations.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("short_index", "own_cache"),
+    pytest.mark.usefixtures("quick_harness"),
 ]
 pytest_plugins = ["evaluation_fixtures"]
 

@@ -19,7 +19,7 @@ from gated_llama.evaluation.cache import cache_name
 # The harness and `datasets` are not ours to keep free of deprecations.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("short_index", "own_cache"),
+    pytest.mark.usefixtures("quick_harness"),
 ]
 pytest_plugins = ["evaluation_fixtures"]
 

@@ -25,6 +25,10 @@ BOS_POLICIES = ("auto", "none", "always")
 ON_TRUNCATION = ("error", "count")
 
 
+class TruncationError(ValueError):
+    """A prompt is longer than the model's context allows."""
+
+
 @register_model("gated-llama")
 class GatedLlamaLM(HFLM):
     """
@@ -235,11 +239,11 @@ class GatedLlamaLM(HFLM):
         return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
 
     def _check_fit(self, lengths: Sequence[tuple[int, int]]) -> None:
-        """lengths: tokens and room of each request. ValueError, or a count, where one does not fit."""
+        """lengths: tokens and room of each request. TruncationError, or a count, where one does not fit."""
         over = [(tokens, room) for tokens, room in lengths if tokens > room]
         if over and self.on_truncation == "error":
             tokens, room = max(over, key=lambda pair: pair[0] - pair[1])
-            raise ValueError(
+            raise TruncationError(
                 f"{len(over)} of {len(lengths)} prompts of {self.task or 'these tasks'} do not fit: up to {tokens} "
                 f"tokens where {room} have room (context {self.max_length}). Use fewer shots, extend the context "
                 "(gated-llama extend-context), or let them be cut and counted: --model_args on_truncation=count"

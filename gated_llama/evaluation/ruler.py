@@ -14,6 +14,7 @@ import numpy as np
 from ..convert.extend_context import extend_context
 from .command import guarded
 from .compare import digests, require_same_ids
+from .harness import GatedLlamaLM, TruncationError
 from .run import Job, build_model, evaluate, load, parse
 from .statistics import interval
 
@@ -36,11 +37,12 @@ class Ruler:
     """
     Scores of up to four models on the same prompts.
 
-    models: label -> folder. contexts: label -> tokens of context. scores: label -> length -> task -> score of each
-    document, 0 to 1; a length beyond a model's context is absent.
+    models: label -> folder. reserve: tokens that prompts are shorter by. contexts: label -> tokens of context. scores:
+    label -> length -> task -> score of each document, 0 to 1; a length beyond a model's context is absent.
     """
 
     models: dict[str, str]
+    reserve: int = 0
     contexts: dict[str, int] = field(default_factory=dict)
     scores: dict[str, dict[int, dict[str, list[float]]]] = field(default_factory=dict)
 
@@ -73,6 +75,7 @@ def run_ruler(
     tasks: Sequence[str],
     arguments: Sequence[str] = (),
     *,
+    reserve: int = 0,
     data_roots: Sequence[str] = (),
     bos: str = "auto",
     progress: Callable[[str, Ruler], None] = lambda message, ruler: None,
@@ -87,6 +90,8 @@ def run_ruler(
         models: label (of `MODELS`) -> folder or Hub id.
         lengths: tokens of prompt and answer together.
         arguments: further flags of `lm_eval run`, such as `--limit 20`.
+        reserve: tokens that prompts are generated shorter by. Some of the harness's generators leave no room for the
+            answer, so a length equal to the context needs some.
         progress: called with what is done and the result so far.
 
     Raises:
@@ -95,8 +100,8 @@ def run_ruler(
     if min(lengths) < SHORTEST:
         raise ValueError(f"length {min(lengths)} is too short for RULER, whose prompts need about {SHORTEST} tokens.")
     tokenizer = models.get("gated") or next(iter(models.values()))
-    jobs = {length: _job(tokenizer, length, tasks, arguments, data_roots) for length in sorted(lengths)}
-    ruler = Ruler(dict(models))
+    jobs = {length: _job(tokenizer, length - reserve, tasks, arguments, data_roots) for length in sorted(lengths)}
+    ruler = Ruler(dict(models), reserve)
     asked: dict[int, dict] = {}
     for label, folder in models.items():
         lm = build_model(next(iter(jobs.values())).config, {"pretrained": folder, "bos": bos} | _shared(jobs))
@@ -104,13 +109,13 @@ def run_ruler(
         for length, job in jobs.items():
             if length > lm.max_length:
                 continue
-            results = evaluate(job, lm)
+            samples = _samples(job, lm)
             if length in asked:
                 require_same_ids(asked[length], job, lm, next(iter(models.values())), folder)
             else:
                 asked[length] = digests(job, lm)
             found = ruler.scores.setdefault(label, {}).setdefault(length, {})
-            found |= {task: _scores(samples, length) for task, samples in results["samples"].items()}
+            found |= {task: _scores(of_task, length - reserve) for task, of_task in samples.items()}
             progress(f"{label} at {length}: {ruler.mean(label, length):.4f}", ruler)
         lm = None
         gc.collect()
@@ -127,6 +132,15 @@ def _job(
 def _shared(jobs: dict[int, Job]) -> dict[str, Any]:
     config = next(iter(jobs.values())).config
     return {key: value for key, value in config.model_args.items() if key != "pretrained"}
+
+
+def _samples(job: Job, lm: GatedLlamaLM) -> dict[str, list[dict]]:
+    try:
+        return evaluate(job, lm)["samples"]
+    except TruncationError as error:
+        raise ValueError(
+            f"{error}. Here also: --reserve 128 generates prompts that are shorter by so much."
+        ) from error
 
 
 def _scores(samples: list[dict], length: int) -> list[float]:
@@ -210,6 +224,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--factor", type=float, help="Extend both by YaRN and run them again.")
     parser.add_argument("--lengths", type=int, nargs="+", required=True, help="Such as 4096 8192.")
     parser.add_argument("--tasks", nargs="+", default=["ruler_offline"], help="Names, or a group such as ruler.")
+    parser.add_argument("--reserve", type=int, default=0, help="Tokens that prompts are generated shorter by.")
     parser.add_argument("--out", type=Path, required=True, help="Folder for results and extended models.")
     parser.add_argument("--data-root", action="append", default=[], help="Data sets under their Hub ids.")
     parser.add_argument("--bos", default="auto", help="Beginning of requests: auto, none, always, or a token.")
@@ -232,6 +247,7 @@ def _run(ours: argparse.Namespace, harness_arguments: Sequence[str]) -> None:
         ours.lengths,
         ours.tasks,
         harness_arguments,
+        reserve=ours.reserve,
         data_roots=ours.data_root,
         bos=ours.bos,
         progress=progress,
