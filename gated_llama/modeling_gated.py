@@ -57,10 +57,15 @@ def ns_sigmoid(logits: torch.Tensor) -> torch.Tensor:
     return 0.5 + 0.5 * torch.sigmoid(logits)
 
 
+def identity(logits: torch.Tensor) -> torch.Tensor:
+    """u itself; a function with a name, which a pickled model needs."""
+    return logits
+
+
 GATE_ACTIVATIONS = {
     "sigmoid": torch.sigmoid,
     "silu": nn.functional.silu,
-    "identity": lambda logits: logits,
+    "identity": identity,
     "ns_sigmoid": ns_sigmoid,
 }
 
@@ -216,7 +221,8 @@ class GatedLlamaAttention(nn.Module):
         query, key = rotate(query, key, *position_embeddings)
 
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+            # Paged caches put what their kernel needs into the keywords.
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
 
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward

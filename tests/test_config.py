@@ -95,6 +95,13 @@ def test_copies_are_equal_and_independent(clone):
     assert config.gate_activation == "ns_sigmoid"
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "silu", "identity", "ns_sigmoid"])
+def test_models_can_be_pickled(activation, tiny_model):
+    """As torch.save of a whole model and processes that are spawned do."""
+    model = tiny_model(gate_activation=activation)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(IDS).logits, model(IDS).logits)
+
+
 def test_unknown_fields_are_kept_but_a_mistyped_gate_is_refused(tmp_path):
     config = GatedLlamaConfig(note="kept", num_labels=7)
     config.save_pretrained(tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers import DynamicCache, StaticCache
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 
 IDS = torch.randint(3, 96, (3, 12), generator=torch.Generator().manual_seed(1))
@@ -106,6 +106,18 @@ def test_beams_are_at_least_as_likely_as_greedy(gated):
 
     beam, greedy = (model.generate(IDS[:1], max_new_tokens=2, num_beams=n, **GREEDY) for n in (96, 1))
     assert likelihood(beam) >= likelihood(greedy)
+
+
+@pytest.mark.parametrize("name", ["G1 elementwise", "G2 shared"])
+def test_continuous_batching_generates_what_each_row_does(name, gated):
+    """Requests of different lengths share one paged cache."""
+    model, prompts = gated(name), [IDS[0, :9].tolist(), IDS[1, :4].tolist(), IDS[2].tolist()]
+    settings = GenerationConfig(max_new_tokens=6, **GREEDY)
+    pages = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
+    found = model.generate_batch(prompts, settings, pages)
+    for prompt, output in zip(prompts, found.values(), strict=True):
+        expected = greedy_by_hand(model, torch.tensor([prompt]), 6)
+        assert output.generated_tokens == expected[0, len(prompt) :].tolist()
 
 
 # Assistants: draft tokens are checked and rejected ones rolled back, also past the window.
