@@ -244,6 +244,21 @@ def test_masked_rows_are_finite_in_half_precision(implementation, dtype, tiny_mo
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_row_that_sees_nothing_is_finite(implementation, tiny_model):
+    """A four-dimensional mask with an empty row: finite forward and backward, and no trace before that row."""
+    model = tiny_model()
+    model.set_attn_implementation(implementation)
+    visible = torch.ones(20, 20).tril().bool()
+    visible[3] = False
+    mask = visible if implementation == "sdpa" else torch.zeros(20, 20).masked_fill(~visible, torch.finfo().min)
+    logits = model(IDS, attention_mask=mask.expand(2, 1, 20, 20)).logits
+    logits.sum().backward()
+    assert logits.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    torch.testing.assert_close(logits[:, :3], model(IDS[:, :3]).logits)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_right_padding_does_not_reach_real_tokens(implementation, tiny_model):
     model = fill(tiny_model(**WINDOWS))
     model.set_attn_implementation(implementation)

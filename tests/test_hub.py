@@ -1,18 +1,22 @@
 """Folders carry their code: every way of saving, a process without the package, and who wins when both are there."""
 
+import ast
 import importlib
+import inspect
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import gated_llama
 from gated_llama import (
@@ -25,6 +29,7 @@ from gated_llama import (
     gate_override,
 )
 from gated_llama.configuration_gated import AUTO_MAP
+from gated_llama.modeling_gated import GatedLlamaAttention
 
 
 IDS = torch.tensor([[5, 17, 33, 2, 60, 41]])
@@ -317,3 +322,52 @@ def test_the_pair_imports_only_what_every_reader_has():
         assert {entry[1:] for entry in imports if entry.startswith(".")} == siblings
         outside = {entry.split(".")[0] for entry in imports if not entry.startswith(".")}
         assert outside <= {"pathlib", "re", "typing", "torch", "transformers", "huggingface_hub"}
+
+
+# What others rely on by name.
+
+
+def test_weight_names():
+    """Names in checkpoints are public: a change of one is a change of format."""
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj", "g_proj"]
+    layer = [f"self_attn.{name}.{kind}" for name in attention for kind in ("weight", "bias")]
+    layer += [f"self_attn.{name}.weight" for name in ("q_norm", "k_norm", "sdpa_norm")]
+    layer += [f"mlp.{name}.{kind}" for name in ("gate_proj", "up_proj", "down_proj") for kind in ("weight", "bias")]
+    layer += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    everything = {"qkv_bias", "o_bias", "mlp_bias", "qk_norm", "gate_bias", "sdpa_output_norm"}
+    model = filled(GatedLlamaForCausalLM, **dict.fromkeys(everything, True))
+    expected = {f"model.layers.{i}.{name}" for i in range(3) for name in layer}
+    assert set(model.state_dict()) == expected | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    constant = filled(GatedLlamaForCausalLM, gate_input="constant").state_dict()
+    assert {name for name in constant if ".g_" in name} == {f"model.layers.{i}.self_attn.g_param" for i in range(3)}
+
+
+def test_the_attention_has_the_shape_that_engines_parse():
+    """Its own forward looks the kernel up and calls it once, with `scaling=self.scaling`; `layer_idx` is an int."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(GatedLlamaAttention.forward)))
+    lookups = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and "ALL_ATTENTION_FUNCTIONS.get_interface(" in ast.unparse(node.value)
+    ]
+    assert len(lookups) == 1
+    kernel = lookups[0].targets[0].id
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == kernel]
+    assert len(calls) == 1
+    assert {keyword.arg: ast.unparse(keyword.value) for keyword in calls[0].keywords}["scaling"] == "self.scaling"
+    assert type(filled(GatedLlamaModel).layers[1].self_attn.layer_idx) is int
+
+
+def test_a_kernel_may_flatten_its_output(monkeypatch):
+    """Kernels of engines return [tokens, heads * width]: the gate finds its heads again."""
+    model = filled(GatedLlamaForCausalLM)
+    expected = model(IDS).logits
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def flat(*args, **kwargs):
+        output, weights = sdpa(*args, **kwargs)
+        return output.flatten(0, 1).flatten(1), weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flat", flat)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flat")
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=0)
