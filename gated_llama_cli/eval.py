@@ -1,7 +1,7 @@
 """`gated-llama eval`: lm-evaluation-harness on a model, gated or not, or on two side by side."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -34,8 +34,9 @@ def evaluate(
         ),
     ] = "auto",
     noise_floor: Annotated[
-        bool, typer.Option(help="With --against: run the base again at another batch size and dtype.")
-    ] = True,
+        Literal["auto", "off", "float64", "float32", "bfloat16", "float16"],
+        typer.Option(help="With --against: run the base again in this dtype and another batch size; auto: bfloat16."),
+    ] = "auto",
     card: Annotated[bool, typer.Option("--card", help="Write the scores into the model card of the folder.")] = False,
 ):
     """Evaluate with lm-evaluation-harness, and compare with a base."""

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import typer
+from datasets import Dataset
 from evaluation_support import ROOTS, STORIES, make_job
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from gated_llama.evaluation import build_model, compare, evaluate
 from gated_llama.evaluation.card import add_results
 from gated_llama.evaluation.command import main
+from gated_llama.evaluation.documents import openings
 from gated_llama.evaluation.programs import passes
 from gated_llama.evaluation.report import to_markdown, write
 from gated_llama.evaluation.run import TASKS, local_data, parse
@@ -43,7 +45,7 @@ aggregate_metric_list:
 
 def test_identity_is_identical_to_the_last_digit(identity, tmp_path):
     job = make_job(identity, EVERY_KIND, *SHORT_ANSWERS)
-    found = [compare(job, str(STORIES), bos=bos, noise_floor=False) for bos in ("auto", "none")]
+    found = [compare(job, str(STORIES), bos=bos, noise_floor="off") for bos in ("auto", "none")]
     for comparison in found:
         assert comparison.identical
         assert {row.values.difference for row in comparison.rows} == {0.0}
@@ -90,7 +92,7 @@ def test_random_gates_differ_and_noise_is_told_apart(random_gates):
 def test_groups_are_aggregated_as_the_harness_does(weighted, random_gates, tmp_path):
     (tmp_path / "subjects.yaml").write_text(SUBJECTS.replace("WEIGHTED", weighted))
     job = make_job(random_gates, "subjects", "--include_path", str(tmp_path), "--limit", "6", "--num_fewshot", "0")
-    comparison = compare(job, str(STORIES), noise_floor=False)
+    comparison = compare(job, str(STORIES), noise_floor="off")
     group, *tasks = comparison.rows
     assert [row.name for row in comparison.rows] == ["subjects", "mmlu_anatomy", "mmlu_astronomy"]
     assert (group.values.documents, tasks[0].values.documents, tasks[1].values.documents) == (10, 6, 4)
@@ -104,25 +106,25 @@ def test_other_token_ids_are_refused(identity, base):
     vocabulary["▁was"], vocabulary["▁the"] = vocabulary["▁the"], vocabulary["▁was"]
     (base / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match=r"reads other token ids.*hellaswag.*--model_args tokenizer="):
-        compare(make_job(identity, "hellaswag"), str(base), noise_floor=False)
+        compare(make_job(identity, "hellaswag"), str(base), noise_floor="off")
 
 
 def test_other_dtype_context_or_template_is_refused(identity, base):
     job = make_job(identity, "hellaswag", "--limit", "1")
     (base / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(ValueError, match="chat templates"):
-        compare(job, str(base), noise_floor=False)
+        compare(job, str(base), noise_floor="off")
     (base / "chat_template.jinja").unlink()
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     with pytest.raises(ValueError, match=r"1024 tokens.*512.*max_length=512"):
-        compare(job, str(base), noise_floor=False)
+        compare(job, str(base), noise_floor="off")
     (base / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     weights = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     job.config.model_args.pop("dtype")
     with pytest.raises(ValueError, match=r"bfloat16.*float32.*dtype="):
-        compare(job, str(base), noise_floor=False)
+        compare(job, str(base), noise_floor="off")
 
 
 # Statistics
@@ -213,6 +215,12 @@ def test_wikitext_and_unspaced_text(identity):
     assert results["results"]["perplexity_literature_zh"]["token_perplexity,none"] > 1
 
 
+def test_openings_are_cut_in_every_format():
+    cut = openings(Dataset.from_dict({"text": ["a" * 5000, "b"]}))
+    assert [len(text) for text in cut["text"]] == [4000, 1]
+    assert len(openings(Dataset.from_dict({"page": ["a" * 5000]}))["page"][0]) == 4000
+
+
 def test_humaneval_runs_code_only_when_told(identity):
     options = ["--gen_kwargs", "max_gen_toks=4", "--model_args", "on_truncation=count"]
     job = make_job(identity, "humaneval_local", *options)
@@ -286,7 +294,7 @@ def test_command_hands_the_harness_its_flags(command, identity, tmp_path):
 
 def test_command_compares(command, identity, tmp_path):
     result = command(
-        identity, "--against", STORIES, "--tasks", "hellaswag", "--limit", "2", "--no-noise-floor",
+        identity, "--against", STORIES, "--tasks", "hellaswag", "--limit", "2", "--noise-floor", "off",
         "--output_path", tmp_path, "--bos", "auto,none", "--model_args", "dtype=float32",
     )  # fmt: skip
     assert result.exit_code == 0, result.output

@@ -27,7 +27,7 @@ def evaluate_command(
     probes: str = "",
     data_roots: Sequence[str] = (),
     bos: str = "auto",
-    noise_floor: bool = True,
+    noise_floor: str = "auto",
     card: bool = False,
     show: Callable[[str], None],
 ) -> None:
@@ -41,7 +41,7 @@ def evaluate_command(
         probes: collectors, such as `"gates,sink"`.
         data_roots: folders with data sets under their Hub ids.
         bos: policy for the beginning of requests; several, separated by commas, for a comparison under each.
-        noise_floor: run the base once more in another way when comparing.
+        noise_floor: dtype of the base's second run when comparing, or `"off"`.
         card: write the scores into the model card of the evaluated folder.
         show: prints text.
 
@@ -76,7 +76,7 @@ def evaluate_command(
 
 
 def _compare(
-    job: Job, against: str, names: list[str], policies: list[str], noise_floor: bool, show: Callable[[str], None]
+    job: Job, against: str, names: list[str], policies: list[str], noise_floor: str, show: Callable[[str], None]
 ) -> dict[str, Any]:
     """Compares under each policy, prints and writes the report; returns the model's results under the first policy."""
     comparisons = [
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
         "--data-root", action="append", default=[], metavar="DIR", help="Data sets under their Hub ids."
     )
     parser.add_argument("--bos", default="auto", help="Beginning of requests: auto, none, always, or a token.")
-    parser.add_argument("--no-noise-floor", action="store_true", help="Do not run the base a second time.")
+    parser.add_argument("--noise-floor", default="auto", help="Dtype of the base's second run; off for none.")
     parser.add_argument("--card", action="store_true", help="Write the scores into the folder's model card.")
     ours, rest = parser.parse_known_args(arguments)
     return guarded(
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
             probes=ours.probes,
             data_roots=ours.data_root,
             bos=ours.bos,
-            noise_floor=not ours.no_noise_floor,
+            noise_floor=ours.noise_floor,
             card=ours.card,
             show=_print,
         )

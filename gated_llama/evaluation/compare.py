@@ -14,6 +14,8 @@ from .run import MODEL_CLASS, Job, build_model, evaluate
 # Arguments that say which weights MODEL has; those of the base are named by --against alone.
 WEIGHTS = ("pretrained", "revision", "subfolder", "gguf_file", "peft", "delta")
 
+NOISE_FLOORS = ("auto", "off", "float64", "float32", "bfloat16", "float16")
+
 SHOWN_IDS = 8
 
 
@@ -57,7 +59,7 @@ def compare(
     *,
     bos: str = "auto",
     probes: Sequence[str] = (),
-    noise_floor: bool = True,
+    noise_floor: str = "auto",
     progress: Callable[[str], None] = lambda message: None,
 ) -> Comparison:
     """
@@ -69,12 +71,15 @@ def compare(
         base: Hub id, folder or .gguf file.
         bos: policy for the beginning of requests, as in `GatedLlamaLM`.
         probes: collectors that run along, for both.
-        noise_floor: run the base once more, at another batch size and dtype.
+        noise_floor: dtype of a second run of the base, at another batch size as well: `"auto"` is bfloat16 for a model
+            in float32, else float32. `"off"` for no such run.
         progress: told what begins.
 
     Raises:
         ValueError: the two do not read the same token ids, or differ in dtype, length of context or chat template.
     """
+    if noise_floor not in NOISE_FLOORS:
+        raise ValueError(f"noise_floor={noise_floor!r} is not one of {', '.join(NOISE_FLOORS)}.")
     name = str(job.config.model_args.get("pretrained"))
     shared = {"bos": bos, "probes": list(probes)}
     of_base = {key: value for key, value in job.config.model_args.items() if key not in WEIGHTS}
@@ -99,8 +104,8 @@ def compare(
     gc.collect()
 
     noise = None
-    if noise_floor:
-        other = {"batch_size": 4 if size == 1 else 1, "dtype": _other_dtype(settings.dtype)}
+    if noise_floor != "off":
+        other = {"batch_size": 4 if size == 1 else 1, "dtype": _noise_dtype(noise_floor, settings.dtype)}
         noise = f"batch size {other['batch_size']} and {other['dtype']}, instead of {size} and {settings.dtype}"
         progress(f"base against itself: {noise}")
         results["noise"] = evaluate(job, _build(job, of_base | other))
@@ -135,7 +140,9 @@ def _settings(lm: GatedLlamaLM) -> Settings:
     return Settings(str(lm.model.dtype).removeprefix("torch."), lm.max_length, lm.tokenizer.chat_template)
 
 
-def _other_dtype(dtype: str) -> str:
+def _noise_dtype(chosen: str, dtype: str) -> str:
+    if chosen != "auto":
+        return chosen
     return "bfloat16" if dtype == "float32" else "float32"
 
 
