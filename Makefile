@@ -20,8 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/gated-llama demo --out demo-output
 
+# A process per core, with one thread each: tiny models gain nothing from more threads.
+test: export OMP_NUM_THREADS ?= 1
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 slow: venv
 	$(PIP) install -c constraints.txt -e '.[dev,quantize]'
