@@ -63,8 +63,8 @@ def show(report):
         ("tokenizer", report.tokenizer_class or "none in the source"),
         (
             "logits",
-            f"differ by {parity.max_abs_difference:.2g} at most (allowed {parity.tolerance:.2g}, largest logit "
-            f"{parity.largest_logit:.3g}), KL {parity.kl:.2g}"
+            f"differ by {parity.usual_difference:.2g}, at the worst token by {parity.max_abs_difference:.2g} (allowed "
+            f"{parity.tolerance:.2g}, largest logit {parity.largest_logit:.3g}), KL {parity.kl:.2g}"
             if parity
             else "not compared",
         ),

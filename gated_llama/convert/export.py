@@ -311,7 +311,8 @@ def prove(plan: ExportPlan, folder: Path) -> Parity:
     if not parity.passes:
         raise ValueError(
             f"The export as {plan.target.name} does not compute what its source computes: logits differ by "
-            f"{parity.max_abs_difference:.3g} where {parity.tolerance:.3g} is allowed in {parity.dtype} (largest "
-            f"logit {parity.largest_logit:.3g}). Nothing was written; please report this."
+            f"{parity.usual_difference:.3g} (at the worst token by {parity.max_abs_difference:.3g}) where "
+            f"{parity.tolerance:.3g} is allowed in {parity.dtype}, with logits up to {parity.largest_logit:.3g}. "
+            "Nothing was written; please report this."
         )
     return parity
