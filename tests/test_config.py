@@ -212,9 +212,10 @@ def test_missing_constant_gates_are_refused(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["1.self_attn.g_proj.bias", "1.self_attn.g_proj.weight", "1.mlp.up_proj.weight"])
-def test_present_tensors_are_never_altered(missing, tiny_model, tmp_path):
+@pytest.mark.parametrize("gate_init", ["normal", "zeros"])
+def test_present_tensors_are_never_altered(missing, gate_init, tiny_model, tmp_path):
     """When a sibling is missing, what the file has is loaded as it is, bit for bit."""
-    constant_model(tiny_model).save_pretrained(tmp_path)
+    constant_model(tiny_model, gate_init=gate_init).save_pretrained(tmp_path)
     edited(tmp_path, without(missing))
     # The refusal comes after loading; what was loaded is looked at here without it.
     plain_loading = super(GatedLlamaPreTrainedModel, GatedLlamaForCausalLM).from_pretrained

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM, GatedLlamaModel
@@ -325,6 +326,20 @@ def test_fused_flex_attention_equals_eager(tiny_model, randomize_gates):
     expected = model(IDS).logits
     model.set_attn_implementation("flex_attention")
     torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_kernels_are_told_the_window_of_each_layer(tiny_model, monkeypatch):
+    """Flash kernels build their own mask, from `sliding_window`, and the others from the mask that they are given."""
+    model, windows = tiny_model(**WINDOWS), []
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def spy(*args, **kwargs):
+        windows.append(kwargs["sliding_window"])
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", spy)
+    model(IDS)
+    assert windows == [None, 6, None]
 
 
 def test_attention_maps_of_eager(tiny_model):
