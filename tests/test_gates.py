@@ -218,6 +218,12 @@ def test_shared_scores_average_logits_before_the_activation():
     assert scores.shape == (1, 1)
 
 
+def test_scores_for_more_heads_than_there_are_fail():
+    """One head and logits of two must not broadcast to two heads, as an unsharded gate on one rank's heads would."""
+    with pytest.raises(RuntimeError, match="shape"):
+        attention_gate()(torch.ones(1, 3, 1, 8), torch.zeros(2, 8))
+
+
 def test_a_tensor_that_gates_itself_is_silu():
     states = torch.randn(2, 3, 4, 8)
     gated, _ = attention_gate(gate_input="states")(states, states)
