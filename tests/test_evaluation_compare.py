@@ -88,6 +88,18 @@ def test_random_gates_differ_and_noise_is_told_apart(random_gates):
     assert 0 <= rows["hellaswag", "acc"].values.p_value <= 1
 
 
+def test_probes_measure_both_where_they_can(random_gates):
+    job = make_job(random_gates, "hellaswag", "--limit", "1")
+    comparison = compare(job, str(STORIES), probes=["gates", "sink"], noise_floor="off")
+    base, model = (comparison.results[label]["config"]["probes"]["hellaswag"] for label in ("base", "model"))
+    assert "gate_scores" not in base  # it has no gates
+    assert 0 < model["gate_scores"]["mean"] < 1
+    assert base["tokens"] == model["tokens"]
+    text = to_markdown([comparison])
+    assert "Measured on the scored tokens" in text
+    assert f"| {model['first_token_attention']['mean']:.4f} |" in text
+
+
 @pytest.mark.parametrize("weighted", ["true", "false"])
 def test_groups_are_aggregated_as_the_harness_does(weighted, random_gates, tmp_path):
     (tmp_path / "subjects.yaml").write_text(SUBJECTS.replace("WEIGHTED", weighted))
@@ -321,6 +333,17 @@ def test_mistakes_are_told_in_one_line(arguments, message, identity, capsys):
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("Error: ")
     assert message in line
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_interrupt_says_how_to_go_on(cache, identity, tmp_path, capsys, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gated_llama.evaluation.command.run", stop)
+    arguments = ["--tasks", "hellaswag", "--model_args", f"pretrained={identity}", "--data-root", str(ROOTS[0])]
+    assert main(arguments + (["--use_cache", str(tmp_path / "answers")] if cache else [])) == 130
+    assert ("goes on from the cache" if cache else "--use_cache PATH keeps answers") in capsys.readouterr().err
 
 
 def test_module_prints_the_table(identity, capsys):

@@ -64,13 +64,18 @@ def evaluate_command(
     if against is None and len(policies) > 1:
         raise ValueError(f"--bos {bos} names several policies: that is for --against; choose one of {BOS_POLICIES}.")
     job = load(config, data_roots)
-    if against is None:
-        results = run(job)
-        if results is None:
-            return
-        show(_tables(results, config.show_config))
-    else:
-        results = _compare(job, against, names, policies, noise_floor, show)
+    try:
+        if against is None:
+            results = run(job)
+            if results is None:  # not the first process
+                return
+            show(_tables(results, config.show_config))
+        else:
+            results = _compare(job, against, names, policies, noise_floor, show)
+    except KeyboardInterrupt:
+        kept = "the same command goes on from the cache" if config.use_cache else "--use_cache PATH keeps answers"
+        sys.stderr.write(f"\nInterrupted; {kept}.\n")
+        raise
     if card:
         add_results(Path(config.model_args["pretrained"]), results, job.tasks)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from .harness import GatedLlamaLM
 from .pairing import Row, rows
+from .probes import has_gates
 from .run import MODEL_CLASS, Job, build_model, evaluate
 
 
@@ -70,7 +71,7 @@ def compare(
             weights.
         base: Hub id, folder or .gguf file.
         bos: policy for the beginning of requests, as in `GatedLlamaLM`.
-        probes: collectors that run along, for both.
+        probes: collectors that run along; `"gates"` for the one of the two, or both, that has gates.
         noise_floor: dtype of a second run of the base, at another batch size as well: `"auto"` is bfloat16 for a model
             in float32, else float32. `"off"` for no such run.
         progress: told what begins.
@@ -81,12 +82,12 @@ def compare(
     if noise_floor not in NOISE_FLOORS:
         raise ValueError(f"noise_floor={noise_floor!r} is not one of {', '.join(NOISE_FLOORS)}.")
     name = str(job.config.model_args.get("pretrained"))
-    shared = {"bos": bos, "probes": list(probes)}
+    shared = {"bos": bos}
     of_base = {key: value for key, value in job.config.model_args.items() if key not in WEIGHTS}
     of_base |= shared | {"pretrained": base}
 
     progress(f"base {base}")
-    lm = _build(job, of_base)
+    lm = _build(job, of_base, probes)
     size = lm.batch_size_per_gpu = lm._detect_batch_size() if lm.batch_size == "auto" else lm.batch_size
     settings, bos_token = _settings(lm), None if lm.bos == "none" else lm.tokenizer.decode([lm.prefix_token_id])
     results = {"base": evaluate(job, lm)}
@@ -95,7 +96,7 @@ def compare(
     gc.collect()
 
     progress(f"model {name}")
-    lm = _build(job, job.config.model_args | shared | {"batch_size": size})
+    lm = _build(job, job.config.model_args | shared | {"batch_size": size}, probes)
     _require_same_settings(settings, _settings(lm), base, name)
     require_same_ids(asked, job, lm, base, name)
     results["model"] = evaluate(job, lm)
@@ -128,12 +129,16 @@ def compare(
     )
 
 
-def _build(job: Job, model_args: dict[str, Any]) -> GatedLlamaLM:
+def _build(job: Job, model_args: dict[str, Any], probes: Sequence[str] = ()) -> GatedLlamaLM:
     if job.config.model != MODEL_CLASS:
         raise ValueError(
             f"A comparison needs the model class {MODEL_CLASS}, not {job.config.model}: leave --model out."
         )
-    return build_model(job.config, model_args)
+    lm = build_model(job.config, model_args)
+    if lm.world_size > 1:
+        raise ValueError("A comparison runs in one process: leave accelerate out.")
+    lm.attach_probes([name for name in probes if name != "gates" or has_gates(lm.model)])
+    return lm
 
 
 def _settings(lm: GatedLlamaLM) -> Settings:

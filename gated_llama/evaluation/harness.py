@@ -67,7 +67,7 @@ class GatedLlamaLM(HFLM):
             raise ValueError(f"on_truncation={on_truncation!r} is not one of {', '.join(ON_TRUNCATION)}.")
         if bos != "auto" and options.get("add_bos_token") is not None:
             raise ValueError(f"bos={bos!r} and add_bos_token={options['add_bos_token']} contradict: give one of them.")
-        names = probe_names(probes)
+        options.setdefault("backend", "causal")  # the harness knows only the types that Transformers ships
         if isinstance(pretrained, str) and pretrained.endswith(".gguf"):
             options["gguf_file"] = Path(pretrained).name
             pretrained = str(Path(pretrained).parent)
@@ -85,10 +85,15 @@ class GatedLlamaLM(HFLM):
         self.on_truncation = on_truncation
         self.truncated: Counter[str] = Counter()
         self.task = ""
+        self._batch_size_at: dict[int, int] = {}
+        self.probes: TaskProbes | None = None
+        self.attach_probes(probe_names(probes))
+
+    def attach_probes(self, names: Sequence[str]) -> None:
+        """Measures these from now on. Raises ValueError for what the model does not have, or in several processes."""
         if names and self.world_size > 1:
             raise ValueError("Probes measure in one process only: run without accelerate, or without --probes.")
         self.probes = TaskProbes(self.model, names) if names else None
-        self._batch_size_at: dict[int, int] = {}
 
     def _choose_bos(self, bos: str) -> str:
         if bos in BOS_POLICIES:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..diagnostics.attention import FirstTokenAttention
-from ..diagnostics.gates import GateScores
+from ..diagnostics.gates import GateScores, gate_modules
 from ..diagnostics.probes import Probe, decoder_layers
 from ..diagnostics.visibility import Layout
 
@@ -79,6 +79,15 @@ COLLECTORS: dict[str, tuple[Callable[[nn.Module], Probe], ...]] = {
     "gates": (GateScores,),
     "sink": (FirstTokenAttention, MaxActivation),
 }
+
+
+def has_gates(model: nn.Module) -> bool:
+    """Whether the model has attention gates that `"gates"` can measure."""
+    try:
+        gate_modules(model)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """A comparison as Markdown, JSON and a picture."""
 
 import json
+import re
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -29,13 +30,14 @@ def to_dict(comparison: Comparison) -> dict[str, Any]:
 def to_markdown(comparisons: list[Comparison]) -> str:
     """One section for each policy for the beginning of requests."""
     first = comparisons[0]
-    parts = [f"# {first.model} against {first.base}"]
+    parts = [f"# {_short(first.model)} against {_short(first.base)}"]
     parts += [_section(comparison) for comparison in comparisons]
+    noise = " Noise: the base against itself." if any(comparison.noise for comparison in comparisons) else ""
     parts.append(
         f"Intervals: {LEVEL:.0%}, bootstrap over documents ({RESAMPLES:,} resamples) of the paired difference. p: "
-        "exact McNemar test on the documents that the two answer differently. Noise: the base against itself. Clear: "
-        "the interval leaves zero out and the difference passes the noise. Perplexities differ in nats, the logarithm "
-        "of their ratio. Arrows point where better is."
+        f"exact McNemar test on the documents that the two answer differently.{noise} Clear: the interval leaves zero "
+        "out and the difference passes the noise. Perplexities differ in nats, the logarithm of their ratio. Arrows "
+        "point where better is."
     )
     parts.append(", ".join(f"{name} {version(name)}" for name in PACKAGES) + ".")
     return "\n\n".join(parts) + "\n"
@@ -63,6 +65,7 @@ def _section(comparison: Comparison) -> str:
         "|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     lines += [_line(row) for row in comparison.rows]
+    lines += _measurements(comparison)
     if comparison.left_out:
         lines += ["", "Not paired: " + ", ".join(f"{task} {metric}" for task, metric in comparison.left_out) + "."]
     return "\n".join(lines)
@@ -78,6 +81,23 @@ def _line(row: Row) -> str:
     difference = f"{_signed(values.difference)} [{_signed(values.low)}, {_signed(values.high)}] {row.unit}".rstrip()
     cells = (row.name, metric, values.documents, _number(values.base), _number(values.model), difference, p, noise)
     return "| " + " | ".join(map(str, cells)) + f" | {'yes' if row.clear else 'no'} |"
+
+
+def _measurements(comparison: Comparison) -> list[str]:
+    """What probes found on the scored tokens: a table, or nothing when none ran."""
+    lines = []
+    for label in ("base", "model"):
+        for task, found in comparison.results[label]["config"].get("probes", {}).items():
+            gates, sink = found.get("gate_scores"), found.get("first_token_attention")
+            cells = [task, label, f"{found['tokens']:,}"]
+            cells += [f"{gates[key]:.3f}" for key in ("mean", "share_below", "share_above")] if gates else [""] * 3
+            cells += [f"{sink['mean']:.4f}", f"{found['max_activation']['m_act']:.4g}"] if sink else [""] * 2
+            cells.append("" if found["overhead"] is None else f"{found['overhead']:+.0%}")
+            lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return []
+    heading = "| task | | tokens | gate mean | < 0.1 | > 0.9 | first-token attention | M-Act | cost of measuring |"
+    return ["", "Measured on the scored tokens:", "", heading, "|---|---|--:|--:|--:|--:|--:|--:|--:|", *lines]
 
 
 def _number(value: float) -> str:
@@ -155,7 +175,7 @@ def write(comparisons: list[Comparison], folder: Path) -> list[Path]:
     written = [folder / "comparison.md"]
     written[0].write_text(to_markdown(comparisons), encoding="utf-8")
     for comparison in comparisons:
-        stem = "comparison" if len(comparisons) == 1 else f"comparison-{comparison.bos}"
+        stem = "comparison" if len(comparisons) == 1 else "comparison-" + re.sub(r"\W", "", comparison.bos)
         content = json.dumps(to_dict(comparison), indent=1, default=handle_non_serializable, ensure_ascii=False)
         (folder / f"{stem}.json").write_text(content + "\n", encoding="utf-8")
         draw(comparison, folder / f"{stem}.png")

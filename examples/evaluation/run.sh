@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Usage: run.sh SmolLM2.gguf DATA OUT [LIMIT]
+#
+# Compares SmolLM2-135M-Instruct with its identity retrofit. DATA holds `benchmarks` (data sets under their Hub ids) and
+# `text` (<domain>/validation.jsonl). Every step can be interrupted and started again: answers are cached in OUT/answers,
+# and a step whose report is there is skipped. Larger limits take over the answers of smaller ones.
+set -euo pipefail
+gguf=$1 data=$2 out=$3 limit=${4:-200}
+here=$(dirname "$0")
+python "$here/prepare.py" "$gguf" "$out"
+
+compare() {  # name, flags of `gated-llama eval`
+  local report=$out/results/$1
+  shift
+  [ -f "$report/comparison.md" ] && return
+  mkdir -p "$report"
+  local start=$SECONDS
+  gated-llama eval "$out/gated" --against "$out/base" --use_cache "$out/answers" --output_path "$report" \
+    --data-root "$data/benchmarks" --data-root "$data/text" --model_args dtype=float32 --device cpu "$@"
+  echo $((SECONDS - start)) > "$report/seconds"
+}
+
+for task in hellaswag arc_easy piqa winogrande lambada_openai; do
+  compare "$task-$limit" --tasks "$task" --limit "$limit" --batch_size 8 --noise-floor off
+done
+compare mmlu-3 --tasks mmlu --num_fewshot 0 --limit 3 --batch_size 8 --noise-floor off
+compare openings-6 --tasks perplexity_openings --limit 6 --batch_size 1 --noise-floor off --bos "auto,none,<|endoftext|>"
+compare noise-20 --tasks hellaswag,piqa --limit 20 --batch_size 8
+compare probes-20 --tasks hellaswag,perplexity_openings --limit 2 --noise-floor off --probes sink
+compare gsm8k-20 --tasks gsm8k --limit 20 --noise-floor off
+python "$here/summary.py" "$out/results"
