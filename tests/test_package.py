@@ -24,6 +24,7 @@ RANKS = {
     "gated_llama.override": 2,
     "gated_llama.registration": 2,
     "gated_llama": 3,
+    "gated_llama.vllm_plugin": 4,
     "gated_llama.diagnostics": 4,
     "gated_llama.convert": 5,
     "gated_llama.retrofit": 6,
