@@ -150,7 +150,7 @@ def show(rows: list[dict], conditions: dict):
             f"{row['source_ms']:.1f}",
             f"{row['gated_ms']:.1f}",
             f"{row['ratio']:.3f}",
-            f"{low:.3f}-{high:.3f}",
+            f"{low:.2f}-{high:.2f}",
             f"{row['ratio_of_fastest']:.3f}",
             f"{row['theoretical_ratio']:.3f}",
         )
