@@ -54,6 +54,17 @@ class Settings:
     chat_template: str | None
 
 
+@dataclass(frozen=True)
+class BaseRun:
+    """What the base's run leaves for the model's: settings, the token ids that were asked, and the results."""
+
+    settings: Settings
+    bos_token: str | None
+    batch_size: int
+    asked: dict[str, list[tuple[bytes, list[int]]]]
+    results: dict[str, Any]
+
+
 def compare(
     job: Job,
     base: str,
@@ -82,32 +93,18 @@ def compare(
     if noise_floor not in NOISE_FLOORS:
         raise ValueError(f"noise_floor={noise_floor!r} is not one of {', '.join(NOISE_FLOORS)}.")
     name = str(job.config.model_args.get("pretrained"))
-    shared = {"bos": bos}
-    of_base = {key: value for key, value in job.config.model_args.items() if key not in WEIGHTS}
-    of_base |= shared | {"pretrained": base}
+    of_model = job.config.model_args | {"bos": bos}
+    of_base = {key: value for key, value in of_model.items() if key not in WEIGHTS} | {"pretrained": base}
 
     progress(f"base {base}")
-    lm = _build(job, of_base, probes)
-    size = lm.batch_size_per_gpu = lm._detect_batch_size() if lm.batch_size == "auto" else lm.batch_size
-    settings, bos_token = _settings(lm), None if lm.bos == "none" else lm.tokenizer.decode([lm.prefix_token_id])
-    results = {"base": evaluate(job, lm)}
-    asked = digests(job, lm)
-    lm = None
-    gc.collect()
-
+    run = _run_base(job, of_base, probes)
     progress(f"model {name}")
-    lm = _build(job, job.config.model_args | shared | {"batch_size": size}, probes)
-    _require_same_settings(settings, _settings(lm), base, name)
-    require_same_ids(asked, job, lm, base, name)
-    results["model"] = evaluate(job, lm)
-    require_same_ids(asked, job, lm, base, name)
-    lm = None
-    gc.collect()
-
+    results = {"base": run.results, "model": _run_model(job, of_model, probes, run, (base, name))}
     noise = None
     if noise_floor != "off":
-        other = {"batch_size": 4 if size == 1 else 1, "dtype": _noise_dtype(noise_floor, settings.dtype)}
-        noise = f"batch size {other['batch_size']} and {other['dtype']}, instead of {size} and {settings.dtype}"
+        other = _other_way(run, noise_floor)
+        noise = f"batch size {other['batch_size']} and {other['dtype']}, instead of "
+        noise += f"{run.batch_size} and {run.settings.dtype}"
         progress(f"base against itself: {noise}")
         results["noise"] = evaluate(job, _build(job, of_base | other))
 
@@ -116,17 +113,46 @@ def compare(
         base=base,
         model=name,
         bos=bos,
-        bos_token=bos_token,
-        batch_size=size,
-        dtype=settings.dtype,
-        context_length=settings.context_length,
-        requests=sum(len(digests) for digests in asked.values()),
+        bos_token=run.bos_token,
+        batch_size=run.batch_size,
+        dtype=run.settings.dtype,
+        context_length=run.settings.context_length,
+        requests=sum(len(of_task) for of_task in run.asked.values()),
         identical=_answers(results["base"]) == _answers(results["model"]),
         noise=noise,
         rows=found,
         left_out=left_out,
         results=results,
     )
+
+
+def _run_base(job: Job, model_args: dict[str, Any], probes: Sequence[str]) -> BaseRun:
+    lm = _build(job, model_args, probes)
+    size = lm.batch_size_per_gpu = lm._detect_batch_size() if lm.batch_size == "auto" else lm.batch_size
+    results = evaluate(job, lm)
+    bos_token = None if lm.bos == "none" else lm.tokenizer.decode([lm.prefix_token_id])
+    return BaseRun(_settings(lm), bos_token, size, digests(job, lm), results)
+
+
+def _run_model(
+    job: Job, model_args: dict[str, Any], probes: Sequence[str], base: BaseRun, names: tuple[str, str]
+) -> dict[str, Any]:
+    """The model's results on what the base was asked; names: of base and model."""
+    gc.collect()  # the base is gone: one model at a time
+    lm = _build(job, model_args | {"batch_size": base.batch_size}, probes)
+    _require_same_settings(base.settings, _settings(lm), *names)
+    require_same_ids(base.asked, job, lm, *names)
+    results = evaluate(job, lm)
+    require_same_ids(base.asked, job, lm, *names)  # requests were built anew, with its own chat template
+    return results
+
+
+def _other_way(base: BaseRun, noise_floor: str) -> dict[str, Any]:
+    opposite = "bfloat16" if base.settings.dtype == "float32" else "float32"
+    return {
+        "batch_size": 4 if base.batch_size == 1 else 1,
+        "dtype": opposite if noise_floor == "auto" else noise_floor,
+    }
 
 
 def _build(job: Job, model_args: dict[str, Any], probes: Sequence[str] = ()) -> GatedLlamaLM:
@@ -143,12 +169,6 @@ def _build(job: Job, model_args: dict[str, Any], probes: Sequence[str] = ()) -> 
 
 def _settings(lm: GatedLlamaLM) -> Settings:
     return Settings(str(lm.model.dtype).removeprefix("torch."), lm.max_length, lm.tokenizer.chat_template)
-
-
-def _noise_dtype(chosen: str, dtype: str) -> str:
-    if chosen != "auto":
-        return chosen
-    return "bfloat16" if dtype == "float32" else "float32"
 
 
 def _require_same_settings(base: Settings, model: Settings, base_name: str, model_name: str) -> None:
