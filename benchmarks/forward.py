@@ -137,9 +137,8 @@ def measure(models: dict[str, torch.nn.Module], ids: torch.Tensor, rounds: int, 
 
 
 def show(rows: list[dict], conditions: dict):
-    table = Table(
-        box=SIMPLE, caption="times in ms; " + ", ".join(f"{name} {value}" for name, value in conditions.items())
-    )
+    facts = ", ".join(f"{name} {value}" for name, value in conditions.items())
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), caption=f"times in ms; {facts}")
     for column in ("phase", "gate", "source", "gated", "ratio", "quartiles", "fastest", "theory"):
         table.add_column(column, justify="left" if column in ("phase", "gate") else "right")
     for row in rows:
