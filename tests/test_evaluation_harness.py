@@ -171,7 +171,7 @@ def test_harness_begins_documents_twice_and_we_do_not(identity):
     doubled = HFLM(identity, **CPU).loglikelihood_rolling(document, disable_tqdm=True)
     single = HFLM(identity, add_bos_token=False, **CPU).loglikelihood_rolling(document, disable_tqdm=True)
     assert ours == single
-    assert doubled != single  # once this fails, the harness has been mended and `without_bos` in rolling_ids can go
+    assert doubled != single  # once this fails, the harness has been mended and `split_bos` in rolling_ids can go
 
 
 def test_chat_template_with_bos_begins_once(identity):
@@ -183,6 +183,17 @@ def test_chat_template_with_bos_begins_once(identity):
     assert lm.request_ids(asked)[:2] == [1, lm.tok_encode(TEXT)[1]]
     ids, _ = lm.tok_batch_encode([text, TEXT])  # one prompt with the token in its text, one without
     assert (ids == 1).sum(dim=1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("bos", "first"), [("auto", [1]), ("none", [1]), ("always", [1]), ("</s>", [2, 1])])
+def test_markup_that_is_also_the_bos_token_stays(bos, first, identity):
+    """ChatML: every turn begins with the token that is the tokenizer's beginning of sequences."""
+    lm = GatedLlamaLM(identity, bos=bos, **CPU)
+    turn = lm.tokenizer.encode("user", add_special_tokens=False)
+    ids = lm.tok_encode("<s>user<s>assistant")
+    assert ids[: len(first) + len(turn)] == first + turn
+    assert ids.count(1) == 2
+    assert lm.rolling_ids("<s>user<s>assistant")[1].count(1) == (1 if bos == "none" else 2)
 
 
 def test_none_scores_from_the_second_token(identity):

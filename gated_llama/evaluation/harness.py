@@ -46,7 +46,8 @@ class GatedLlamaLM(HFLM):
         pretrained: Hub id, folder, .gguf file, or a loaded model (then with `tokenizer`).
         bos: `"auto"`, what tokenizer and harness do; `"none"`, no beginning-of-sequence token anywhere (perplexity
             then starts at the second token); `"always"`, exactly one before every request; or a token of the
-            vocabulary, which then is that one. An empty context still has the token to condition on.
+            vocabulary, which then is that one. An empty context still has the token to condition on, and a token
+            that a chat template uses as markup stays.
         probes: names out of `"gates"` and `"sink"`; a list, or one string such as `"gates,sink"`.
         on_truncation: `"error"`, or `"count"`: cut as the harness does and report how many prompts were.
         options: as for `HFLM`.
@@ -116,16 +117,21 @@ class GatedLlamaLM(HFLM):
 
     def begin(self, ids: list[int]) -> list[int]:
         """Token ids of a text with the beginning that the policy wants: none, or one, but never two."""
-        body = self.without_bos(ids)
-        if self.bos == "none":
-            return body
-        if self.bos == "always":
-            return [self.prefix_token_id, *body]
-        return ids[max(0, len(ids) - len(body) - 1) :]
+        added, body = self.split_bos(ids)
+        wanted = {"none": [], "always": [self.prefix_token_id]}.get(self.bos, added[-1:])
+        return body if body[:1] == wanted else wanted + body
 
-    def without_bos(self, ids: list[int]) -> list[int]:
+    def split_bos(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """
+        Beginning-of-sequence tokens in front of a text, and the text.
+
+        One that comes again later is markup of a chat template (`<|im_start|>`) and belongs to the text.
+        """
         beginnings = {self.prefix_token_id, self.tokenizer.bos_token_id}
-        return ids[next((i for i, token in enumerate(ids) if token not in beginnings), len(ids)) :]
+        count = next((i for i, token in enumerate(ids) if token not in beginnings), len(ids))
+        if count and ids[count - 1] in ids[count:]:
+            count -= 1
+        return ids[:count], ids[count:]
 
     def tok_encode(self, string, add_special_tokens=None, left_truncate_len=None, **options) -> list[int]:
         ours = add_special_tokens is None and self.bos != "auto"
@@ -141,7 +147,7 @@ class GatedLlamaLM(HFLM):
 
     def rolling_ids(self, text: str) -> tuple[int | None, list[int]]:
         """The token that perplexity conditions on first, and the tokens that it scores."""
-        body = self.without_bos(self.tok_encode(text))
+        _, body = self.split_bos(self.tok_encode(text))
         if self.bos != "none":
             return self.prefix_token_id, body
         return (body[0], body[1:]) if body else (None, [])
