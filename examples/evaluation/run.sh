@@ -9,23 +9,29 @@ gguf=$1 data=$2 out=$3 limit=${4:-200}
 here=$(dirname "$0")
 python "$here/prepare.py" "$gguf" "$out"
 
+common=(--use_cache "$out/answers" --device cpu --data-root "$data/benchmarks" --data-root "$data/text")
+common+=(--model_args dtype=float32)
+quick=(hellaswag arc_easy piqa winogrande lambada_openai)
+
 compare() {  # name, flags of `gated-llama eval`
   local report=$out/results/$1
   shift
   [ -f "$report/comparison.md" ] && return
   mkdir -p "$report"
   local start=$SECONDS
-  gated-llama eval "$out/gated" --against "$out/base" --use_cache "$out/answers" --output_path "$report" \
-    --data-root "$data/benchmarks" --data-root "$data/text" --model_args dtype=float32 --device cpu "$@"
+  gated-llama eval "$out/gated" --against "$out/base" "${common[@]}" --output_path "$report" "$@"
   echo $((SECONDS - start)) > "$report/seconds"
 }
 
-for task in hellaswag arc_easy piqa winogrande lambada_openai; do
+for task in "${quick[@]}"; do
   compare "$task-$limit" --tasks "$task" --limit "$limit" --batch_size 8 --noise-floor off
 done
-compare mmlu-3 --tasks mmlu --num_fewshot 0 --limit 3 --batch_size 8 --noise-floor off
 compare openings-6 --tasks perplexity_openings --limit 6 --batch_size 1 --noise-floor off --bos "auto,none,<|endoftext|>"
 compare noise-20 --tasks hellaswag,piqa --limit 20 --batch_size 8
-compare probes-20 --tasks hellaswag,perplexity_openings --limit 2 --noise-floor off --probes sink
+compare probes-2 --tasks hellaswag,perplexity_openings --limit 2 --noise-floor off --probes gates,sink
 compare gsm8k-20 --tasks gsm8k --limit 20 --noise-floor off
-python "$here/summary.py" "$out/results"
+compare mmlu-3 --tasks mmlu --num_fewshot 0 --limit 3 --batch_size 8 --noise-floor off
+
+# The same answers again, from the cache, into the metadata of the model card.
+gated-llama eval "$out/gated" "${common[@]}" --tasks "${quick[@]}" --limit "$limit" --batch_size 8 --card
+python "$here/summary.py" "$out/results" "$out/summary"
