@@ -6,6 +6,8 @@ so that `--help` and a mistyped option answer at once. A command is a module wit
 """
 
 import os
+import signal
+import threading
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated
@@ -53,6 +55,14 @@ for _name in COMMANDS:
     import_module(f"{__name__}.{_name}").register(app)
 
 
+def stop_cleanly():
+    """What schedulers and lost terminals send ends a command as Ctrl-C does, with nothing left behind."""
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.default_int_handler)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """
     Runs the command line and returns its exit code.
@@ -60,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     0 success; 1 a check that answered no; 2 bad input, told in one line on stderr; 130 interrupted. Anything else that
     escapes is a defect of this package and keeps its traceback.
     """
+    stop_cleanly()
     try:
         code = app(args=arguments, prog_name="gated-llama", standalone_mode=False) or 0
     except KeyboardInterrupt:

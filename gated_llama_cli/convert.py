@@ -1,9 +1,11 @@
 """`gated-llama convert`: a plain checkpoint becomes a gated one."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from .console import byte_progress, facts, hide_bars, out
 from .options import Activation, Dtype, GateInput, Granularity, Layout, Operation, Policy, Position, layer_list
@@ -70,11 +72,12 @@ def convert(
     show(report)
 
 
-def next_step(report) -> tuple[str, str]:
+def next_step(report) -> str:
+    """A command to paste into a shell."""
     layout = (report.config.gate_retrofit or {}).get("layout")
     if layout == "per_kv_group":  # the paper's release, which no class of Transformers loads
-        return "next", f"gated-llama inspect {report.output}"
-    return "next", f"gated-llama verify {report.source} {report.output}"
+        return shlex.join(["gated-llama", "inspect", str(report.output)])
+    return shlex.join(["gated-llama", "verify", report.source, str(report.output)])
 
 
 def show(report):
@@ -87,6 +90,6 @@ def show(report):
         ("folded", ", ".join(f"{name} x {factor:g}" for name, factor in report.folded.items()) or "nothing"),
         ("tokenizer", report.tokenizer_class or "none in the source"),
         *(("note", note) for note in report.notes),
-        next_step(report),
     ]
     out.print(facts(f"{report.source} -> {report.output}", rows))
+    out.print(f"Next: {escape(next_step(report))}", soft_wrap=True)

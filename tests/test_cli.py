@@ -252,7 +252,11 @@ def test_verify_prints_one_json_object(cli, source, tmp_path):
 
 def test_verify_reads_text(cli, source, tmp_path):
     (tmp_path / "text.txt").write_text("こんにちは", encoding="utf-8")
-    assert cli("verify", source, source, "--text", tmp_path / "text.txt", "--dtype", "file")[0] == 0
+    stories = Path(__file__).parent / "data" / "stories260K"
+    assert cli("verify", stories, stories, "--text", tmp_path / "text.txt", "--dtype", "file")[0] == 0
+    code, _, err = cli("verify", source, source, "--text", tmp_path / "text.txt")
+    assert code == 2
+    assert "no tokenizer" in error_line(err)
     code, _, err = cli("verify", source, source, "--text", tmp_path / "none.txt")
     assert code == 2
     assert "none.txt" in error_line(err)
@@ -514,3 +518,20 @@ def test_demo_on_the_real_model(cli, tmp_path):
     code, out, err = cli("demo", "--out", tmp_path / "demo")
     assert code == 0, out + err
     assert "float32: bitwise equal over 64 tokens; bfloat16: bitwise equal over 64 tokens" in out
+
+
+def test_a_terminated_conversion_leaves_nothing(source, tmp_path):
+    code = f"""
+import os, signal, gated_llama_cli, gated_llama.convert.checkpoint as checkpoint
+write = checkpoint.write_shards
+def stop(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return write(*args)
+checkpoint.write_shards = stop
+raise SystemExit(gated_llama_cli.main(["convert", {str(source)!r}, {str(tmp_path / "new" / "out")!r}]))
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert process.returncode == gated_llama_cli.INTERRUPTED, process.stderr
+    assert not list(tmp_path.iterdir())

@@ -423,3 +423,60 @@ def test_parts_of_a_failed_folder_are_never_visible(save_source, tmp_path):
         assert "out" not in listing
         assert next(name for name in listing if name != "source").startswith(".out.partial-")
     assert sorted(os.listdir(tmp_path)) == ["out", "source"]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"pad_token_id": 9999},
+        {"vocab_size": -1},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "abc"}},
+        {"model_type": ["llama"]},
+    ],
+)
+def test_configurations_of_no_model_are_refused(save_source, tmp_path, edit):
+    path = save_source() / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | edit), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        convert_checkpoint(path.parent, tmp_path / "out")
+    assert [child.name for child in tmp_path.iterdir()] == ["source"]
+
+
+def test_generation_settings_of_config_json_are_carried(save_source, tmp_path):
+    source = save_source()
+    (source / "generation_config.json").unlink()
+    path = source / "config.json"
+    settings = {"do_sample": True, "temperature": 0.3, "max_length": 40}
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | settings), encoding="utf-8")
+    convert_checkpoint(source, tmp_path / "out")
+    kept = [AutoModelForCausalLM.from_pretrained(folder).generation_config for folder in (source, tmp_path / "out")]
+    for name, value in settings.items():
+        assert [getattr(config, name) for config in kept] == [value, value]
+    assert kept[0].eos_token_id == kept[1].eos_token_id == 2
+
+
+@pytest.mark.parametrize("content", ["xx", "[]"])
+def test_broken_generation_settings_are_refused(save_source, tmp_path, content):
+    source = save_source()
+    (source / "generation_config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"generation_config\.json"):
+        convert_checkpoint(source, tmp_path / "out")
+    assert [child.name for child in tmp_path.iterdir()] == ["source"]
+
+
+def test_output_may_be_a_link_to_an_empty_folder(save_source, tmp_path):
+    source = save_source()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    convert_checkpoint(source, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / WEIGHTS).is_file()
+    with pytest.raises(ValueError, match="does not exist: make it first"):
+        convert_checkpoint(source, tmp_path / "dangling")
+
+
+@pytest.mark.parametrize("layers", ["0-1", 1, [0, "1"]])
+def test_layers_are_a_list_of_numbers(save_source, tmp_path, layers):
+    with pytest.raises(ValueError, match="list of layer numbers"):
+        convert_checkpoint(save_source(), tmp_path / "out", layers=layers)

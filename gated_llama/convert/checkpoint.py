@@ -136,6 +136,8 @@ def convert_checkpoint(
         OSError: reading or writing failed. In both cases, and when interrupted, nothing is left at `output`.
     """
     output = check_output(Path(output), source)
+    if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):
+        raise ValueError(f"layers={layers!r} is not a list of layer numbers, such as [0, 1, 5].")
     gate = {
         "gate_position": position,
         "gate_granularity": granularity,
@@ -240,8 +242,12 @@ def choose_dtype(checkpoint: Checkpoint, dtype: str | torch.dtype | None) -> tup
 
 def expected_tensors(config: GatedLlamaConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Names and shapes of the tensors that a checkpoint of this configuration has, as meta tensors of `dtype`."""
-    with torch.device("meta"):
-        model = GatedLlamaForCausalLM(config)
+    try:
+        with torch.device("meta"):
+            model = GatedLlamaForCausalLM(config)
+    except (AssertionError, ArithmeticError, KeyError, RuntimeError, TypeError) as error:
+        # The layers of torch and of the library check their own arguments, each in its own way.
+        raise ValueError(f"No model can be built from this config.json: {one_line(error)}.") from error
     tied = set(GatedLlamaForCausalLM._tied_weights_keys) if config.tie_word_embeddings else set()
     return {
         name: torch.empty(tensor.shape, dtype=dtype, device="meta")
@@ -363,8 +369,12 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def check_output(output: Path, source: str | Path) -> Path:
-    """The absolute output folder; ValueError unless it is free and apart from the source."""
+    """The absolute output folder, links resolved; ValueError unless it is free and apart from the source."""
     output = output.expanduser().absolute()
+    if output.is_symlink():
+        if not output.exists():
+            raise ValueError(f"Output {output} is a link to {output.resolve()}, which does not exist: make it first.")
+        output = output.resolve()
     if output.is_file():
         raise ValueError(f"Output {output} is a file: name a folder that does not exist yet.")
     if output.is_dir() and any(output.iterdir()):

@@ -77,6 +77,11 @@ class Loadable:
                 **self.arguments, config=self.config, dtype=dtype, output_loading_info=True, **options
             )
         except RuntimeError as error:
+            if "ignore_mismatched_sizes" in str(error):  # the library's own report is not shown here
+                raise ValueError(
+                    f"{self}: tensors do not have the shapes that its config.json calls for; "
+                    f"`gated-llama inspect {self}` names them."
+                ) from error
             raise ValueError(f"{self} cannot be loaded: {one_line(error)}") from error
         if absent := sorted(info["missing_keys"]):
             raise ValueError(f"{self} has no weights for {len(absent)} tensors, the first {absent[0]!r}.")

@@ -40,6 +40,8 @@ class Checkpoint:
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
     """Opens a source; ValueError when it is not there or damaged. Nothing is read but headers."""
+    if not str(source).strip():
+        raise ValueError("The source is empty: name a Hub id, a folder or a .gguf file.")
     path = Path(source).expanduser()
     if path.exists() and revision is not None:
         raise ValueError(f"revision={revision!r} belongs to a Hub id, and {path} is local.")
@@ -61,7 +63,10 @@ def open_folder(folder: Path, hub_id: str | None = None) -> Checkpoint:
         files = sorted(path.name for path in folder.glob("*.gguf"))
         advice = f"to convert a GGUF file, name it: {folder / files[0]}" if files else "it is not a checkpoint folder"
         raise ValueError(f"{folder} has no config.json: {advice}.")
-    return Checkpoint(folder, read_json(folder / "config.json"), SafetensorsReader(folder), hub_id=hub_id)
+    raw_config = read_json(folder / "config.json")
+    if not isinstance(raw_config.get("model_type", ""), str):
+        raise ValueError(f"{folder / 'config.json'} has model_type={raw_config['model_type']!r}, which is not a name.")
+    return Checkpoint(folder, raw_config, SafetensorsReader(folder), hub_id=hub_id)
 
 
 def download(repository: str, revision: str | None) -> Path:

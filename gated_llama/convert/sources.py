@@ -200,7 +200,7 @@ COMMON_IGNORED = {
     "quantization_config": Ignored("the weights are not quantised", only=(None,)),
     "auto_map": Ignored("no code travels with the source", only=(None, {})),
 } | {
-    name: Ignored("generation setting; the library reads it from generation_config.json")
+    name: Ignored("generation setting; carried in generation_config.json")
     for name in GenerationConfig._get_default_generation_params()
 }
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from .tensor_files import one_line, read_json
 
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 # Carried byte for byte, but for the class in tokenizer_config.json.
 CARRIED = (
@@ -33,7 +35,7 @@ CARRIED = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
-    "generation_config.json",
+    GENERATION_CONFIG,
     "LICENSE*",
     "LICENCE*",
     "NOTICE*",
@@ -78,6 +80,7 @@ def carry_files(checkpoint, folder: Path) -> tuple[str | None, list[str]]:
         source.save_pretrained(folder)
         return pin_class(source, folder)
     copy_files(checkpoint.folder, folder)
+    carry_generation_settings(checkpoint.raw_config, folder / GENERATION_CONFIG)
     if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
         return None, ["The source has no tokenizer, so neither has the result."]
     return pin_class(load_tokenizer(checkpoint.folder), folder)
@@ -89,6 +92,21 @@ def copy_files(source: Path, folder: Path) -> None:
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
+
+
+def carry_generation_settings(raw_config: dict, path: Path) -> None:
+    """
+    Checks a generation_config.json that was copied; writes one where the source keeps the settings in config.json.
+
+    The library reads them there when there is no such file, but the result's config.json does not repeat them.
+    """
+    if path.exists():
+        read_json(path)
+        return
+    names = set(GenerationConfig._get_default_generation_params()) & raw_config.keys()
+    if settings := {name: raw_config[name] for name in sorted(names) if raw_config[name] is not None}:
+        ids = {name: raw_config[name] for name in TOKEN_IDS if raw_config.get(name) is not None}
+        path.write_text(json.dumps(ids | settings, indent=2) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(folder: Path, **options):

@@ -192,6 +192,8 @@ def verify_dtypes(
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens={tokens} and batch={batch} must be at least 1.")
     source, result = Loadable.open(source, revision), Loadable.open(result)
+    if text is not None and not source.has_tokenizer:
+        raise ValueError(f"{source} has no tokenizer, so the text cannot be used: leave it out for random ids.")
     tell = progress or (lambda line: None)
     tell("token ids")
     ids = _token_ids(source, result, PROOF_TEXT if text is None else text, tokens, batch)
