@@ -1,7 +1,9 @@
 """Base against gated: identity, differences, noise, refusals; statistics; reports, model card, command line."""
 
+import importlib
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import gated_llama.evaluation
 from gated_llama.evaluation import build_model, compare, evaluate
 from gated_llama.evaluation.card import add_results
 from gated_llama.evaluation.command import main
@@ -344,6 +347,12 @@ def test_interrupt_says_how_to_go_on(cache, identity, tmp_path, capsys, monkeypa
     arguments = ["--tasks", "hellaswag", "--model_args", f"pretrained={identity}", "--data-root", str(ROOTS[0])]
     assert main(arguments + (["--use_cache", str(tmp_path / "answers")] if cache else [])) == 130
     assert ("goes on from the cache" if cache else "--use_cache PATH keeps answers") in capsys.readouterr().err
+
+
+def test_missing_extra_names_the_fix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ImportError, match=r"pip install 'gated-llama\[eval\]'"):
+        importlib.reload(gated_llama.evaluation)
 
 
 def test_module_prints_the_table(identity, capsys):
