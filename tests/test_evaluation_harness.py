@@ -9,6 +9,7 @@ import torch
 from evaluation_support import ROOTS, STORIES, make_job
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from gated_llama.diagnostics import FirstTokenAttention, GateScores
@@ -133,6 +134,25 @@ def test_auto_batch_size_is_detected_once_for_shorter_tasks(random_gates, monkey
     assert len(calls) == 1
 
 
+def test_adapters_are_applied(random_gates, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(random_gates, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "g_proj"], init_lora_weights=False, r=2))
+    adapted.save_pretrained(tmp_path / "adapter")
+    asked = [REQUESTS["loglikelihood"], REQUESTS["loglikelihood_rolling"]]
+    lms = {
+        "without": GatedLlamaLM(random_gates, **CPU),
+        "with": GatedLlamaLM(random_gates, peft=str(tmp_path / "adapter"), probes="gates", **CPU),
+        "in memory": GatedLlamaLM(adapted, tokenizer=AutoTokenizer.from_pretrained(random_gates)),
+    }
+    found = {
+        name: [getattr(lm, request.request_type)([request], disable_tqdm=True)[0] for request in asked]
+        for name, lm in lms.items()
+    }
+    assert found["with"] == found["in memory"]
+    assert found["with"] != found["without"]
+    assert lms["with"].get_model_info()["probes"]["task"]["gate_scores"]["mean"] > 0
+
+
 # Beginnings
 
 
@@ -150,6 +170,19 @@ def test_first_ids_of_every_request_type(bos, identity, capsys):
         wanted = 1 if begin is None and name == "empty context" else begin
         assert (ids[0] == wanted) if wanted else (ids[0] > 2), name
         assert ids[1] > 2, f"{name} begins twice: {ids[:3]}"
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+@pytest.mark.parametrize("text", [TEXT, f"<s>{TEXT}"], ids=["plain", "with the token in the text"])
+def test_the_harness_own_flag_never_begins_twice(add_bos_token, text, identity):
+    lm = GatedLlamaLM(identity, add_bos_token=add_bos_token, **CPU)
+    for asked in (
+        request("loglikelihood", text, " Yes."),
+        request("loglikelihood", "", text),
+        request("loglikelihood_rolling", text),
+        request("generate_until", text, {}),
+    ):
+        assert lm.request_ids(asked).count(1) <= 1
 
 
 @pytest.mark.parametrize("bos", ["auto", "none", "always"])
@@ -194,6 +227,20 @@ def test_markup_that_is_also_the_bos_token_stays(bos, first, identity):
     assert ids[: len(first) + len(turn)] == first + turn
     assert ids.count(1) == 2
     assert lm.rolling_ids("<s>user<s>assistant")[1].count(1) == (1 if bos == "none" else 2)
+
+
+def test_chat_template_through_the_harness(identity, monkeypatch):
+    job = make_job(identity, "gsm8k", "--apply_chat_template", "--gen_kwargs", "max_gen_toks=2", "--num_fewshot", "1")
+    lm = build_model(job.config)
+    lm.tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    )
+    seen = seen_by(lm, monkeypatch)
+    evaluate(job, lm)
+    prompts = [rows[0] for rows in seen if len(rows[0]) > 1]
+    assert len(prompts) == 3
+    assert all(ids[0] == 1 and ids.count(1) == 1 for ids in prompts)
+    assert "assistant:" in lm.tokenizer.decode(prompts[0])  # the example is a turn of its own
 
 
 def test_none_scores_from_the_second_token(identity):
