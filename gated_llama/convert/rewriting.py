@@ -121,6 +121,8 @@ class Rewriting:
     def layer(self, tensors: Layer, index: int) -> Layer:
         """One layer of the export, by names below `model.layers.N`."""
         layer = dict(tensors)
+        if self.config.gate_head_shared:
+            self._spread_gate(layer)
         self._settle_gate(layer, index in self.config.gated_layers)
         self._settle_biases(layer)
         for norm, readers in NORM_READERS.items():
@@ -142,6 +144,14 @@ class Rewriting:
             self._move_gain(rest, "model.norm.weight", ("lm_head.weight",))
         self._store_norms(rest)
         return rest
+
+    def _spread_gate(self, layer: Layer):
+        """A shared gate averages its logits over heads: the same is a gate with the averaged rows in each head."""
+        heads, _ = self.config.gate_shape
+        for name in [name for name in layer if name.startswith("self_attn.g_proj.")]:
+            layer[name] = layer[name].then(
+                lambda rows: rows.unflatten(0, (heads, -1)).mean(0).repeat(heads, *[1] * (rows.dim() - 1))
+            )
 
     def _settle_gate(self, layer: Layer, gated: bool):
         """Layers without a gate get a zero one where the target has gates; where it has none, zero gates fold away."""

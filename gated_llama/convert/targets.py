@@ -21,7 +21,6 @@ SERVED_CELL = {
     "gate_operation": ("multiply", "engines multiply with the score"),
     "gate_activation": ("sigmoid", "engines apply a sigmoid"),
     "gate_input": ("hidden_states", "engines compute the score from the hidden state"),
-    "gate_head_shared": (False, "engines have a row for each head"),
     "sdpa_output_norm": (False, "engines have no norm on what attention read"),
 }
 
@@ -32,6 +31,7 @@ FEATURES: dict[str, Callable[[GatedLlamaConfig], bool]] = {
     "headwise gate": lambda c: c.gate_position is not None and c.gate_granularity == "headwise",
     "elementwise gate": lambda c: c.gate_position is not None and c.gate_granularity == "elementwise",
     "no gate": lambda c: c.gate_position is None,
+    "shared gate": lambda c: c.gate_position is not None and c.gate_head_shared,
     "ungated layers": lambda c: 0 < len(c.gated_layers) < c.num_hidden_layers,
     "fp32 gate": lambda c: c.gate_position is not None and c.gate_in_fp32,
     "gate bias": lambda c: c.gate_bias,
@@ -167,6 +167,7 @@ def require_served_cell(config: GatedLlamaConfig):
 SILU = "engines implement SiLU in the MLP only"
 NEUTRAL_QK = "QK-norm made neutral: q_proj and k_proj are scaled by 2^-30 and the norms' gains undo it."
 ZERO_ROWS = "Layers without a gate get a zero gate (score 1/2) and o_proj times 2."
+SHARED_ROWS = "A gate shared by the heads is stored as its average over heads, in each of them."
 HEADWISE_ROWS = "The row of a headwise gate is repeated for each coordinate of its head."
 BIAS_ZEROS = "Biases that the model lacks are written as zeros, since the target has all of them or none."
 FP32_GATE = "The gate's weights are stored in the export's dtype, and engines compute it in the activations'."
@@ -174,7 +175,7 @@ OUTPUT_BIAS = "vLLM and llama.cpp drop a bias of o_proj without a word, so the e
 
 GATED = frozenset({"headwise gate", "elementwise gate", "QK-norm", "one key/value head"})
 GATED |= {"hidden size not a multiple of the heads"}
-COMMON_TRICKS = {"ungated layers": ZERO_ROWS, "fp32 gate": FP32_GATE}
+COMMON_TRICKS = {"shared gate": SHARED_ROWS, "ungated layers": ZERO_ROWS, "fp32 gate": FP32_GATE}
 COMMON_REFUSALS = {
     "no gate": "the model has no gate; use target qwen3 or llama",
     "another MLP activation": SILU,
@@ -323,7 +324,7 @@ TARGETS = {
             target_configs.paper,
             gate=GateStorage("per_kv_group", headwise=True),
             native=frozenset(FEATURES)
-            - {"no gate", "ungated layers", "fp32 gate", "partial rotary", "MLP bias"}
+            - {"no gate", "shared gate", "ungated layers", "fp32 gate", "partial rotary", "MLP bias"}
             - {"sliding windows", "sliding windows in some layers"},
             tricks=COMMON_TRICKS | dict.fromkeys(("gate bias", "q/k/v bias", "o_proj bias"), BIAS_ZEROS),
             refusals={"no gate": COMMON_REFUSALS["no gate"]},
