@@ -17,7 +17,7 @@ import typer
 from .console import err, quiet, report_error
 
 
-COMMANDS = ("convert", "verify", "inspect", "diagnose", "export", "extend_context", "eval", "demo")
+COMMANDS = ("convert", "verify", "inspect", "diagnose", "export", "extend_context", "eval", "train", "demo")
 DEBUG_VARIABLE = "GATED_LLAMA_DEBUG"
 INTERRUPTED = 130  # what typer, and a shell, make of Ctrl-C
 

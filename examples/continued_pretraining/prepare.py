@@ -1,0 +1,133 @@
+"""
+Models and texts for the recipes of this folder, in a folder of their own:
+
+    prepare.py WORK --data DATA [--model MODEL.gguf]     SmolLM2-135M-Instruct, texts from DATA/<domain>/train.jsonl[.gz]
+    prepare.py WORK --tiny                               a 260K-parameter model and a short story, in seconds
+
+What is there already stays.
+"""
+
+import argparse
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import yaml
+
+from gated_llama.convert import convert_checkpoint
+from gated_llama.diagnostics.corpus import read_texts
+from gated_llama_cli.demo import find_smollm2
+
+
+HERE = Path(__file__).parent
+STORIES = HERE.parents[1] / "tests" / "data" / "stories260K"
+DOMAINS = ("literature_en", "law_en", "math_en", "code_python", "literature_zh")
+CALIBRATION = 40  # documents of each domain
+POLICIES = {"identity": {}, "normal": {"seed": 0}, "open": {"bias": 5.0}}
+
+# What a recipe becomes on the tiny model, whose tokens and texts are other ones.
+TINY = {
+    "source": "models/source",
+    "source_bos": "<s>",
+    "data": {"context": 63, "repeat": True},
+    "training": {"max_steps": 6, "warmup_steps": 0, "bf16": False},
+    "measure": {"every": 3},
+}
+
+
+def documents(data: Path, domain: str, split: str) -> Iterator[dict]:
+    for name, opener in ((f"{split}.jsonl", open), (f"{split}.jsonl.gz", gzip.open)):
+        path = data / domain / name
+        if path.is_file():
+            with opener(path, "rt", encoding="utf-8") as file:
+                yield from map(json.loads, file)
+            return
+    sys.exit(f"{data / domain} has no {split}.jsonl or {split}.jsonl.gz")
+
+
+def write(path: Path, lines) -> None:
+    """JSON lines {"text": ...}; the file appears when it is complete."""
+    if path.is_file():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps({"text": line}, ensure_ascii=False) + "\n")
+    partial.rename(path)
+
+
+def texts(work: Path, data: Path) -> None:
+    for domain in DOMAINS:
+        write(work / "text" / f"{domain}.jsonl", (line["text"] for line in documents(data, domain, "train")))
+    few = {domain: [d["text"] for d in islice(documents(data, domain, "train"), CALIBRATION)] for domain in DOMAINS}
+    # One document of each domain in turn, so that any number of tokens from the start is a mixture.
+    write(work / "text" / "calibration.jsonl", (text[:4000] for group in zip(*few.values()) for text in group))
+    held_out = islice(documents(data, "literature_en", "validation"), 20)
+    write(work / "text" / "held_out.jsonl", (line["text"] for line in held_out))
+
+
+def tiny_texts(work: Path) -> None:
+    paragraphs = read_texts(None)[0][0].split("\n\n")
+    for index, domain in enumerate((*DOMAINS, "calibration", "held_out")):
+        write(work / "text" / f"{domain}.jsonl", ["\n\n".join(paragraphs[index::7])])
+
+
+def convert(work: Path, source: Path, policies: dict) -> None:
+    for policy, options in policies.items():
+        folder = work / "models" / policy
+        if not folder.is_dir():
+            convert_checkpoint(source, folder, granularity="headwise", policy=policy, **options)
+
+
+def transplant(work: Path, source: Path) -> None:
+    folder = work / "models" / "transplanted"
+    if not folder.is_dir():
+        calibration = ["--calibration", str(work / "text" / "calibration.jsonl"), "--tokens", "33000"]
+        command = [sys.executable, "-m", "gated_llama_cli", "convert", str(source), str(folder)]
+        subprocess.run([*command, "--policy", "transplant", *calibration], check=True)
+
+
+def tiny_recipes(work: Path) -> None:
+    """Beside the models, a recipe of the same name for each that extends it; run.sh prefers those."""
+    for recipe in sorted(HERE.glob("*.yaml")):
+        changes = {"extends": str(recipe.resolve()), **TINY}
+        content = yaml.safe_load(recipe.read_text())
+        if "student_bos" not in content or content["student_bos"] != "none":
+            changes["student_bos"] = "<s>"
+        (work / recipe.name).write_text(yaml.safe_dump(changes, sort_keys=False))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    (options.work / "models").mkdir(parents=True, exist_ok=True)
+    if options.tiny:
+        source = options.work / "models" / "source"
+        if not source.is_dir():
+            shutil.copytree(STORIES, source)
+        tiny_texts(options.work)
+        tiny_recipes(options.work)
+    else:
+        if options.data is None:
+            parser.error("--data DATA is needed: a folder with <domain>/train.jsonl for " + ", ".join(DOMAINS))
+        source = options.work / "models" / "source.gguf"
+        if not source.exists():
+            source.symlink_to((options.model or Path(find_smollm2())).resolve())
+        texts(options.work, options.data)
+    convert(options.work, source, POLICIES)
+    transplant(options.work, source)
+    print(options.work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Texts to rows of token ids: tokenised once, as a stream, and mixed in given proportions."""
+
+import gzip
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from .settings import Data
+
+
+PIECE = 1 << 20  # characters of a .txt file read at a time
+DOCUMENTS = 64  # documents tokenised at a time
+
+Progress = Callable[[str, int], None]
+
+
+def read_documents(path: str | Path) -> Iterator[str]:
+    """
+    Texts of a .txt file (one, in pieces that end with a line) or a .jsonl file (field "text"), both also as .gz.
+
+    Raises ValueError for other files and for lines without text.
+    """
+    path = Path(path)
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if not path.is_file():
+        raise ValueError(f"Text file {path} does not exist.")
+    if kind not in (".txt", ".jsonl"):
+        raise ValueError(f"Text file {path} is neither .txt nor .jsonl (also .gz), with a field 'text' on each line.")
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            yield from _pieces(file) if kind == ".txt" else _fields(file, path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Text file {path} is not UTF-8 text ({error.reason}).") from error
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"Text file {path} is not a complete gzip file ({error}).") from error
+
+
+def _pieces(file) -> Iterator[str]:
+    while piece := file.read(PIECE):
+        yield piece + file.readline()
+
+
+def _fields(file, path: Path) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)["text"] + ""
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"Line {number} of {path} is not a JSON object with a string 'text'.") from error
+
+
+def token_stream(
+    tokenizer, path: str | Path, separator: str, cache: Path, progress: Progress | None = None
+) -> np.ndarray:
+    """
+    All ids of a file, documents joined by `separator`, as int32; read from `cache` where it was tokenised before.
+
+    The cache is keyed by the file's content and the tokenizer. progress: called as progress(path, documents so far).
+    """
+    path = Path(path)
+    documents = read_documents(path)
+    first = next(documents, None)  # a file that cannot be read is told before it is hashed
+    if first is None:
+        raise ValueError(f"Text file {path} holds no text.")
+    joined = path.name.removesuffix(".gz").endswith(".jsonl")  # pieces of one .txt belong together
+    target = cache / f"{_digest(tokenizer, path, separator if joined else '')}.int32"
+    if not target.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        ids = _encode(tokenizer, chain([first], documents), separator if joined else "", str(path), progress)
+        unfinished = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
+        try:
+            with open(unfinished, "wb") as file:
+                for part in ids:
+                    file.write(np.asarray(part, dtype=np.int32).tobytes())
+            unfinished.rename(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    if not target.stat().st_size:
+        raise ValueError(f"Text file {path} is empty: it gives no tokens.")
+    return np.memmap(target, dtype=np.int32, mode="r")
+
+
+def _encode(tokenizer, documents: Iterator[str], separator: str, name: str, progress: Progress | None):
+    joint = tokenizer.encode(separator, add_special_tokens=False) if separator else []
+    done = 0
+    for group in iter(lambda: list(islice(documents, DOCUMENTS)), []):
+        for ids in tokenizer(group, add_special_tokens=False, return_attention_mask=False)["input_ids"]:
+            yield ids
+            yield joint
+        done += len(group)
+        if progress is not None:
+            progress(name, done)
+
+
+def _digest(tokenizer, path: Path, separator: str) -> str:
+    digest = hashlib.sha256(separator.encode())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    digest.update(rules.encode())
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()[:32]
+
+
+class Rows(Dataset):
+    """
+    Rows of `context` ids in a fixed order, each {"input_ids": [context], "row": its index}.
+
+    names: the text that each row is from.
+    """
+
+    def __init__(self, streams: dict[str, np.ndarray], places: list[tuple[str, int]], context: int):
+        self.streams, self.places, self.context = streams, places, context
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.places]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What identifies each text and its tokenizer."""
+        return {name: Path(stream.filename).stem for name, stream in self.streams.items()}
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        name, row = self.places[index]
+        ids = self.streams[name][row * self.context : (row + 1) * self.context]
+        return {"input_ids": torch.from_numpy(ids.astype(np.int64)), "row": torch.tensor(index)}
+
+
+def mix_rows(tokenizer, data: Data, count: int, *, seed: int, cache: Path, progress: Progress | None = None) -> Rows:
+    """
+    `count` rows, from each text as many as its share says, in an order that depends on the seed alone.
+
+    Raises ValueError for a text that has fewer rows than that, unless `data.repeat`.
+    """
+    streams = {
+        name: token_stream(tokenizer, text.path, data.separator, cache, progress) for name, text in data.texts.items()
+    }
+    counts = proportional({name: text.share for name, text in data.texts.items()}, count)
+    places = []
+    for name, wanted in counts.items():
+        available = len(streams[name]) // data.context
+        if available < 1 or (available < wanted and not data.repeat):
+            raise ValueError(
+                f"data.texts.{name}: {data.texts[name].path} is too short: it gives {available} rows of "
+                f"{data.context} tokens and its share of {count} rows is {wanted}. Give more text, a smaller share or "
+                "fewer steps" + (", or set data.repeat: true." if available else ".")
+            )
+        places += [(name, row) for row in _chosen(available, wanted, f"{seed}:{name}")]
+    order = torch.randperm(len(places), generator=_generator(f"{seed}:order"))
+    return Rows(streams, [places[index] for index in order.tolist()], data.context)
+
+
+def proportional(shares: dict[str, float], count: int) -> dict[str, int]:
+    """Whole numbers in these proportions that add up to `count` (largest remainders)."""
+    total = sum(shares.values())
+    exact = {name: share / total * count for name, share in shares.items()}
+    result = {name: int(value) for name, value in exact.items()}
+    for name in sorted(exact, key=lambda name: result[name] - exact[name])[: count - sum(result.values())]:
+        result[name] += 1
+    return result
+
+
+def _chosen(available: int, wanted: int, key: str) -> list[int]:
+    """Rows without repetition, but for whole rounds when there are not enough."""
+    chosen: list[int] = []
+    for turn in range(-(-wanted // available)):
+        chosen += torch.randperm(available, generator=_generator(f"{key}:{turn}")).tolist()
+    return chosen[:wanted]
+
+
+def _generator(key: str) -> torch.Generator:
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def draw(seed: int, row: int) -> float:
+    """A number in [0, 1) that belongs to a row: the same in every batch, on every rank and after a resume."""
+    return torch.rand((), generator=_generator(f"{seed}:draw:{row}")).item()
+
+
+def same_tokens(tokenizer, other, texts: dict[str, str]) -> str | None:
+    """The first of the files whose beginning the two tokenizers give different ids; None where they agree."""
+    for path in texts.values():
+        sample = next(read_documents(path), "")[:2000]
+        first, second = (each.encode(sample, add_special_tokens=False) for each in (tokenizer, other))
+        if first != second:
+            return path
+    return None

@@ -1,0 +1,466 @@
+"""The configuration of a training run: a YAML file read into dataclasses, with one clear error per mistake.
+
+A moment of the run is written as an integer, which counts optimizer steps, or as a decimal, which is a fraction of the
+run: `200` and `0.5`.
+"""
+
+import dataclasses
+import difflib
+import re
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from transformers import TrainingArguments
+
+from ..convert.tensor_files import one_line
+
+
+GATES = ("*.self_attn.g_proj.*", "*.self_attn.g_param")
+
+# What a stage may train: name patterns of parameters; "gates" are those of the section `gates`.
+PARTS = {
+    "gates": (),
+    "attention": ("*.self_attn.*",),
+    "mlp": ("*.mlp.*",),
+    "norms": ("*norm.weight",),
+    "embeddings": ("*embed_tokens.weight", "lm_head.weight"),
+    "all": ("*",),
+}
+
+# Fields of TrainingArguments that differ from the library's defaults here.
+TRAINING_DEFAULTS = {
+    "per_device_train_batch_size": 1,
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "cosine",
+    "bf16": True,
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "save_steps": 100,
+    "save_total_limit": 1,
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+# Fields that follow from the rest of the configuration.
+TRAINING_FIXED = {
+    "output_dir": "set `output`",
+    "seed": "set `seed`",
+    "data_seed": "set `seed`",
+    "num_train_epochs": "set `training.max_steps`",
+    "remove_unused_columns": "leave it out",
+    "train_sampling_strategy": "rows come in the order that `seed` gives",
+    "resume_from_checkpoint": "use `--resume`",
+    "label_smoothing_factor": "it has no meaning for these losses",
+    "use_liger_kernel": "it replaces the logits that the losses need",
+    "auto_find_batch_size": "a run with another batch size would be another run",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """
+    When something counts: from the moment `start` on, growing linearly over `ramp`, until `stop`.
+
+    The factor is 0 before `start` and from `stop` on, and 1 in between; defaults: 1 throughout.
+    """
+
+    start: int | float = 0
+    ramp: int | float = 0
+    stop: int | float = 1.0
+
+    def factor(self, step: int, steps: int) -> float:
+        """Between 0 and 1, for optimizer step `step` (counted from 0) of `steps`."""
+        start, ramp, stop = (in_steps(moment, steps) for moment in (self.start, self.ramp, self.stop))
+        if not start <= step < stop:
+            return 0.0
+        return min(1.0, (step - start + 1) / ramp) if ramp else 1.0
+
+
+def in_steps(moment: int | float, steps: int) -> int:
+    """An integer counts steps, a decimal is a fraction of the run."""
+    return moment if isinstance(moment, int) else round(moment * steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(Schedule):
+    """What every loss has: its value times `weight` and the schedule's factor is added to the total."""
+
+    SHORTHAND: ClassVar[str] = "weight"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(Loss):
+    """top_k: compare the source's k most likely tokens and all others together; None compares the whole vocabulary."""
+
+    top_k: int | None = None
+    targets: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlier(Loss):
+    """tau: threshold in units of the root mean square. down_proj: the inputs of down_proj as well."""
+
+    tau: float = 4.0
+    first_token_weight: float = 256.0
+    down_proj: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sink(Loss):
+    """eps: attention on the first token that costs nothing."""
+
+    eps: float = 0.05
+
+
+LOSS_SETTINGS: dict[str, type[Loss]] = {
+    "next_token": Loss,
+    "kl": Divergence,
+    "attention_output": Loss,
+    "outlier": Outlier,
+    "sink": Sink,
+    "gate": Loss,
+}
+NEED_SOURCE = ("kl", "attention_output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropout(Schedule):
+    """probability: of hiding a row's first key from all later queries."""
+
+    SHORTHAND: ClassVar[str] = "probability"
+    probability: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """path: a .txt file (one text) or .jsonl (field "text" of each line), also with .gz; share: of the rows."""
+
+    SHORTHAND: ClassVar[str] = "path"
+    path: str
+    share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """
+    Rows of `context` tokens of each text's own, cut from its documents one after the other, joined by `separator`.
+
+    repeat: use a text again when it has fewer rows than its share asks for. cache: folder of tokenised texts.
+    """
+
+    texts: dict[str, Text]
+    context: int = 511
+    separator: str = "\n\n"
+    repeat: bool = False
+    cache: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gates:
+    """
+    parameters: name patterns of what counts as gate (the gate's own weights by default; biases for a transplant).
+
+    learning_rate, or multiplier of the base's; no weight decay in either case.
+    """
+
+    parameters: list[str] = field(default_factory=lambda: list(GATES))
+    learning_rate: float | None = None
+    multiplier: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What is trained until a moment; the last stage has no `until`."""
+
+    train: list[str]
+    until: int | float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """
+    What is watched on a fixed batch: `rows` rows, every so often and at both ends.
+
+    text: a file as in `data.texts`; the first rows of the training data without. warn_after and least_change: a
+    warning when by then the gate scores on the batch have changed by less, in the mean.
+    """
+
+    every: int | float = 0.1
+    rows: int = 1
+    text: str | None = None
+    warn_after: int | float = 0.25
+    least_change: float = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """
+    A training run. model: folder of a gated_llama checkpoint. source: what it is compared with: Hub id, folder or
+    .gguf file. student_bos and source_bos: the token before each row: auto (the tokenizer's), none, or a token.
+    training: fields of transformers.TrainingArguments.
+    """
+
+    model: str
+    output: str
+    data: Data
+    losses: dict[str, Loss]
+    training: dict[str, Any]
+    source: str | None = None
+    student_bos: str = "auto"
+    source_bos: str = "auto"
+    seed: int = 0
+    gates: Gates = field(default_factory=Gates)
+    stages: list[Stage] = field(default_factory=lambda: [Stage(train=["all"])])
+    first_key_dropout: Dropout = field(default_factory=Dropout)
+    measure: Measure = field(default_factory=Measure)
+    keep_checkpoints: bool = False
+
+    @property
+    def steps(self) -> int:
+        return self.training["max_steps"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as one expects it: `1e-4` is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if repeated := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"line {node.start_mark.line + 1}: {', '.join(repeated)} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_settings(path: str | Path, **overrides: Any) -> Settings:
+    """
+    The run that a YAML file describes; `extends: other.yaml` (beside it) gives what the file itself leaves out.
+
+    overrides: top-level fields that win over the file. Raises ValueError, with the place in the file, for a mistake.
+    """
+    raw = _read(Path(path), [])
+    try:
+        return _settings(raw | {name: value for name, value in overrides.items() if value is not None})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read(path: Path, seen: list[Path]) -> dict:
+    if path.resolve() in seen:
+        raise ValueError(f"{path} extends itself, through {', '.join(file.name for file in seen)}.")
+    if not path.is_file():
+        raise ValueError(f"Configuration {path} does not exist.")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"{path} is not readable YAML: {one_line(error)}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold keys and values, such as `model: DIR`; it holds {type(raw).__name__}.")
+    base = raw.pop("extends", None)
+    if base is None:
+        return raw
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: extends must name one file, not {base!r}.")
+    return _merged(_read(path.parent / base, [*seen, path.resolve()]), raw)
+
+
+def _merged(base: dict, own: dict) -> dict:
+    """Keys of `own` win; sections are merged key by key, and a key set to null is taken out."""
+    result = dict(base)
+    for key, value in own.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return {key: value for key, value in result.items() if value is not None}
+
+
+def _settings(raw: dict) -> Settings:
+    settings = _build(Settings, raw, "")
+    _check(settings)
+    return settings
+
+
+def _build(annotation, value, place: str):
+    """`value` as `annotation` asks; ValueError that names `place`."""
+    if annotation is Any:
+        return value
+    if dataclasses.is_dataclass(annotation):
+        return _build_dataclass(annotation, value, place)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal and value in arguments:
+        return value
+    if origin in (Union, types.UnionType):
+        return _build_union(arguments, value, place)
+    if origin is list and isinstance(value, list):
+        return [_build(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        if place == "losses":
+            return {name: _build(_loss(name), _or_empty(item), f"losses.{name}") for name, item in value.items()}
+        return {str(name): _build(arguments[1], item, f"{place}.{name}") for name, item in value.items()}
+    if annotation is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is annotation:
+        return value
+    raise ValueError(f"{place}={value!r} must be {_words(annotation)}.")
+
+
+def _build_union(arguments, value, place: str):
+    for argument in arguments:
+        if argument is type(value) or (argument is type(None) and value is None):
+            return value
+    rest = [argument for argument in arguments if argument is not type(None)]
+    if len(rest) == 1:
+        return _build(rest[0], value, place)
+    raise ValueError(f"{place}={value!r} must be {' or '.join(map(_words, rest))}.")
+
+
+def _build_dataclass(kind, value, place: str):
+    if (shorthand := getattr(kind, "SHORTHAND", None)) and not isinstance(value, dict):
+        value = {shorthand: value}
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}={value!r} must hold keys and values: {', '.join(_fields(kind))}.")
+    prefix = f"{place}." if place else ""
+    for name in value:
+        check_name(str(name), _fields(kind), f"{prefix}{name}" if prefix else f"key {name!r}")
+    hints = get_type_hints(kind)
+    required = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if absent := [name for name in required if value.get(name) is None]:
+        raise ValueError(f"{prefix}{absent[0]} is missing.")
+    return kind(**{name: _build(hints[name], item, f"{prefix}{name}") for name, item in value.items()})
+
+
+def _fields(kind) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind)]
+
+
+def _or_empty(value):
+    return {} if value is None else value
+
+
+def _loss(name: str) -> type[Loss]:
+    check_name(name, LOSS_SETTINGS, f"losses.{name}")
+    return LOSS_SETTINGS[name]
+
+
+def check_name(name: str, known, place: str) -> None:
+    """ValueError for a name that is not known, with the nearest that is."""
+    if name not in known:
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
+        raise ValueError(f"{place} is unknown: {hint}")
+
+
+def _words(annotation) -> str:
+    names = {float: "a number", int: "an integer", str: "a text", bool: "true or false"}
+    if get_origin(annotation) is list:
+        return "a list"
+    if get_origin(annotation) is dict:
+        return "a section of keys and values"
+    return names.get(annotation, str(annotation))
+
+
+def _check(settings: Settings) -> None:
+    """What a type does not say."""
+    if not settings.losses:
+        raise ValueError(f"losses is empty: name at least one of {', '.join(LOSS_SETTINGS)}.")
+    for name in NEED_SOURCE:
+        if name in settings.losses and settings.source is None and not getattr(settings.losses[name], "targets", None):
+            raise ValueError(f"losses.{name} compares with a source model: set `source`.")
+    if not settings.data.texts:
+        raise ValueError("data.texts is empty: name at least one file.")
+    for name, text in settings.data.texts.items():
+        _at_least(f"data.texts.{name}.share", text.share, 0, above=True)
+    _at_least("data.context", settings.data.context, 2)
+    _at_least("measure.rows", settings.measure.rows, 1)
+    for name, loss in settings.losses.items():
+        _at_least(f"losses.{name}.weight", loss.weight, 0)
+    if not 0 <= settings.first_key_dropout.probability <= 1:
+        raise ValueError(f"first_key_dropout={settings.first_key_dropout.probability} must lie between 0 and 1.")
+    if (top_k := getattr(settings.losses.get("kl"), "top_k", None)) is not None:
+        _at_least("losses.kl.top_k", top_k, 1)
+    if settings.gates.learning_rate is not None and settings.gates.multiplier is not None:
+        raise ValueError("gates.learning_rate and gates.multiplier say the same thing twice: give one of them.")
+    _check_training(settings.training)
+    _check_moments(settings)
+    _check_stages(settings)
+
+
+def _at_least(place: str, value: float, least: float, above: bool = False) -> None:
+    if value < least or (above and value == least):
+        raise ValueError(f"{place}={value} must be {'above' if above else 'at least'} {least}.")
+
+
+def _check_training(training: dict) -> None:
+    known = [f.name for f in dataclasses.fields(TrainingArguments) if f.init]
+    for name in training:
+        check_name(name, known, f"training.{name}")
+        if name in TRAINING_FIXED:
+            raise ValueError(f"training.{name} is not set here: {TRAINING_FIXED[name]}.")
+    steps = training.get("max_steps")
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"training.max_steps={steps!r} must be an integer of at least 1: the run's optimizer steps.")
+
+
+def _check_moments(settings: Settings) -> None:
+    places = {f"losses.{name}": loss for name, loss in settings.losses.items()}
+    moments = {
+        f"{place}.{name}": getattr(schedule, name)
+        for place, schedule in {**places, "first_key_dropout": settings.first_key_dropout}.items()
+        for name in ("start", "ramp", "stop")
+    }
+    moments |= {f"measure.{name}": getattr(settings.measure, name) for name in ("every", "warn_after")}
+    moments |= {f"stages[{index}].until": stage.until or 0 for index, stage in enumerate(settings.stages)}
+    for place, moment in moments.items():
+        if moment < 0 or (isinstance(moment, float) and moment > 1):
+            raise ValueError(
+                f"{place}={moment} must be an integer, which counts steps, or a fraction of the run from 0.0 to 1.0."
+            )
+
+
+def _check_stages(settings: Settings) -> None:
+    stages = settings.stages
+    if not stages:
+        raise ValueError("stages is empty: leave it out to train everything throughout.")
+    for index, stage in enumerate(stages):
+        if not stage.train:
+            raise ValueError(f"stages[{index}].train is empty: name some of {', '.join(PARTS)}.")
+        for part in stage.train:
+            check_name(part, PARTS, f"stages[{index}].train: {part!r}")
+        if (stage.until is None) != (index == len(stages) - 1):
+            raise ValueError("Every stage but the last needs `until`, and the last has none: it runs to the end.")
+    ends = [in_steps(stage.until, settings.steps) for stage in stages[:-1]]
+    if any(later <= earlier for earlier, later in zip([0, *ends], [*ends, settings.steps], strict=True)):
+        raise ValueError(f"stages end at steps {ends} of {settings.steps}: each must end later than the one before.")
+
+
+def training_arguments(settings: Settings) -> TrainingArguments:
+    """The library's own arguments; ValueError in one line for a value that it refuses."""
+    import torch
+
+    fixed = {
+        "output_dir": settings.output,
+        "seed": settings.seed,
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "sequential",
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "use_cpu": not torch.accelerator.is_available(),
+    }
+    if len(settings.stages) > 1:
+        fixed["ddp_find_unused_parameters"] = True
+    try:
+        return TrainingArguments(**{**TRAINING_DEFAULTS, **fixed, **settings.training})
+    except (ValueError, TypeError, ImportError) as error:
+        raise ValueError(f"training: {one_line(error)}") from error

@@ -1,0 +1,344 @@
+"""A whole run: models, texts and trainer put together, checkpoints found again, the result written as a checkpoint."""
+
+import json
+import platform
+import secrets
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import TrainerCallback
+
+from .. import __version__
+from ..convert.checkpoint import building
+from ..convert.loading import Loadable
+from ..diagnostics.corpus import first_token
+from .callbacks import Clock, Interruption, Report, Watch
+from .data import Rows, mix_rows, same_tokens, token_stream
+from .settings import Settings, training_arguments
+from .trainer import RetrofitTrainer, with_first
+
+
+MODEL, RECORD, RUN = "model", "training.json", "run.json"
+IRRELEVANT = ("output", "keep_checkpoints")  # fields that may differ when a run is continued
+
+CARD = """
+## Training
+
+{steps:,} steps, {tokens:,} tokens with gated-llama {version}; losses {losses}; seed {seed}.
+"""
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """
+    What a run did so far. output: its folder; the result is in `model` below it when `complete`. log: what was logged,
+    one dict per entry with "step". seconds: of training, over all sessions.
+    """
+
+    output: Path
+    complete: bool
+    steps: int
+    max_steps: int
+    tokens: int
+    seconds: float
+    log: list[dict]
+
+    @property
+    def interrupted(self) -> bool:
+        return not self.complete
+
+    def watched(self) -> list[dict]:
+        """The measurements on the fixed batch, by step."""
+        return [entry for entry in self.log if "watch_gate_mean" in entry]
+
+
+def train(
+    settings: Settings,
+    *,
+    resume: str = "auto",
+    progress: Callable[[int, int, dict], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> TrainingReport:
+    """
+    Carries out a run, from its last complete checkpoint if there is one.
+
+    resume: "auto", or "none" to start anew and replace what an earlier run left. progress: called as
+    progress(step, steps, latest log). say: called with what is being prepared. A signal (Ctrl-C) ends the run with a
+    checkpoint; the same call then continues to the losses that an uninterrupted run has.
+
+    Raises ValueError for a mistake in the settings, before anything is written.
+    """
+    if resume not in ("auto", "none"):
+        raise ValueError(f"resume={resume!r} is unknown; choose auto or none.")
+    output = Path(settings.output)
+    check_folder(output)
+    if resume == "auto" and (done := finished(output, settings)) is not None:
+        return done
+    trainer, identity = build_trainer(settings, say)
+    checkpoint = prepare_folder(output, identity, resume) if trainer.args.should_save else None
+    if trainer.args.world_size > 1:
+        found = [checkpoint]
+        torch.distributed.broadcast_object_list(found)
+        checkpoint = found[0]
+    interruption = Interruption()
+    for callback in (interruption, Journal(trainer, output)):
+        trainer.add_callback(callback)
+    if progress is not None:
+        trainer.add_callback(Report(progress))
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        interruption.release()
+    if interruption.happened:
+        return report(trainer, output, complete=False)
+    return finish(trainer, output)
+
+
+def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: None) -> tuple[RetrofitTrainer, dict]:
+    """The trainer of a run, and what identifies the run: all that its losses depend on."""
+    arguments = training_arguments(settings)
+    loadable = Loadable.open(settings.model)
+    if loadable.config.model_type != "gated_llama":
+        raise ValueError(
+            f"model={settings.model} is of type {loadable.config.model_type!r} and has no gates: convert it first "
+            "with `gated-llama convert`."
+        )
+    if not loadable.has_tokenizer:
+        raise ValueError(f"model={settings.model} has no tokenizer, so no text can be given to it.")
+    tokenizer = loadable.load_tokenizer()
+    student_bos = named("student_bos", tokenizer, settings.student_bos)
+    source, source_bos = open_source(settings, tokenizer, say)
+    cache = Path(settings.data.cache or Path(settings.output) / "tokens")
+    per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    rows = mix_rows(
+        tokenizer,
+        settings.data,
+        settings.steps * per_step,
+        seed=settings.seed,
+        cache=cache,
+        progress=lambda path, documents: say(f"tokenising {path}: {documents} documents"),
+    )
+    watched = watched_rows(settings, tokenizer, rows, cache)
+    check_vocabulary(loadable, rows)
+    say(f"loading {loadable}")
+    trainer = RetrofitTrainer(
+        loadable.load_model("float32"),
+        arguments,
+        settings=settings,
+        rows=rows,
+        source=source,
+        student_bos=student_bos,
+        source_bos=source_bos,
+        files=loadable.checkpoint.folder,
+        callbacks=[Clock()],
+    )
+    trainer.pop_callback(transformers.PrinterCallback)
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):  # probes see whole layers only
+        trainer.add_callback(Watch(trainer, with_first(watched, student_bos)))
+    fields = {name: value for name, value in settings.to_dict().items() if name not in IRRELEVANT}
+    return trainer, {"settings": fields, "texts": rows.digests, "world_size": arguments.world_size}
+
+
+def open_source(settings: Settings, tokenizer, say) -> tuple[torch.nn.Module | None, int | None]:
+    """The source model and the id of its first token, where a loss needs them."""
+    if settings.source is None:
+        return None, None
+    loadable = Loadable.open(settings.source)
+    other = loadable.load_tokenizer() if loadable.has_tokenizer else tokenizer
+    if path := same_tokens(tokenizer, other, {name: text.path for name, text in settings.data.texts.items()}):
+        raise ValueError(
+            f"The tokenizers of model={settings.model} and source={settings.source} give {path} different ids: the "
+            "two can only be compared on the same ones."
+        )
+    bos = named("source_bos", other, settings.source_bos)
+    say(f"loading {loadable}")
+    return loadable.load_model("float32"), bos
+
+
+def named(field: str, tokenizer, bos: str) -> int | None:
+    try:
+        return first_token(tokenizer, bos)
+    except ValueError as error:
+        raise ValueError(str(error).replace("bos=", f"{field}=", 1)) from error
+
+
+def watched_rows(settings: Settings, tokenizer, rows: Rows, cache: Path) -> torch.Tensor:
+    """The fixed batch [rows, context]."""
+    count, context = settings.measure.rows, settings.data.context
+    if settings.measure.text is None:
+        return torch.stack([item["input_ids"] for item in islice(rows, min(count, len(rows)))])
+    stream = token_stream(tokenizer, settings.measure.text, settings.data.separator, cache)
+    if len(stream) < count * context:
+        raise ValueError(
+            f"measure.text={settings.measure.text} gives {len(stream)} tokens; {count} rows of {context} are needed."
+        )
+    return torch.from_numpy(stream[: count * context].astype("int64")).view(count, context)
+
+
+def check_vocabulary(loadable: Loadable, rows: Rows) -> None:
+    largest = max(int(stream.max()) for stream in rows.streams.values())
+    if largest >= loadable.config.vocab_size:
+        raise ValueError(
+            f"{loadable}: its tokenizer gives ids up to {largest} and it has {loadable.config.vocab_size} embeddings."
+        )
+
+
+# Folders.
+
+
+def check_folder(output: Path) -> None:
+    """ValueError for a folder that holds something else than a run."""
+    if output.is_file():
+        raise ValueError(f"output={output} is a file: name a folder.")
+    ours = {MODEL, RECORD, RUN, "tokens"}
+    if not output.is_dir() or (output / RUN).is_file():
+        return
+    if foreign := [p.name for p in output.iterdir() if p.name not in ours]:
+        raise ValueError(f"output={output} holds {min(foreign)}, which is no part of a run: name another folder.")
+
+
+def finished(output: Path, settings: Settings) -> TrainingReport | None:
+    """The report of a run that is complete; ValueError when it was a run of other settings."""
+    if not (output / MODEL).is_dir() or not (output / RECORD).is_file():
+        return None
+    record, run = (json.loads((output / name).read_text()) for name in (RECORD, RUN))
+    compare(output, run["settings"], json.loads(json.dumps(settings.to_dict())))
+    names = ("complete", "steps", "max_steps", "tokens", "seconds", "log")
+    return TrainingReport(output=output, **{name: record[name] for name in names}) if record["complete"] else None
+
+
+def prepare_folder(output: Path, identity: dict, resume: str) -> str | None:
+    """Makes or clears the folder; returns the checkpoint to continue from."""
+    identity = json.loads(json.dumps(identity))
+    found = last_checkpoint(output)
+    if resume == "none":
+        for path in [*output.glob("checkpoint-*"), output / MODEL]:
+            shutil.rmtree(path, ignore_errors=True)
+        for name in (RECORD, RUN):
+            (output / name).unlink(missing_ok=True)
+        found = None
+    elif found is not None:
+        run = json.loads((output / RUN).read_text())
+        compare(output, run.pop("settings"), {**identity}.pop("settings"))
+        compare(output, run, {key: value for key, value in identity.items() if key != "settings"})
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / RUN, identity)
+    return found
+
+
+def compare(output: Path, earlier: dict, now: dict, place: str = "") -> None:
+    """ValueError that names the first difference."""
+    for key in sorted({*earlier, *now} - set(IRRELEVANT if not place else ())):
+        before, after, name = earlier.get(key), now.get(key), f"{place}{key}"
+        if isinstance(before, dict) and isinstance(after, dict):
+            compare(output, before, after, f"{name}.")
+        elif before != after:
+            raise ValueError(
+                f"{output} holds a run with {name}={before!r}, and now it is {after!r}: continue with the same "
+                "configuration, name another output, or start anew with --resume none."
+            )
+
+
+def last_checkpoint(output: Path) -> str | None:
+    """The latest checkpoint that was written to its end; its state is what is written last."""
+    numbered = {int(p.name.rpartition("-")[2]): p for p in output.glob("checkpoint-*") if p.name[11:].isdecimal()}
+    for _, folder in sorted(numbered.items(), reverse=True):
+        try:
+            json.loads((folder / "trainer_state.json").read_text())
+        except (OSError, ValueError):
+            continue
+        return str(folder)
+    return None
+
+
+# Results.
+
+
+class Journal(TrainerCallback):
+    """Writes training.json with each checkpoint."""
+
+    def __init__(self, trainer: RetrofitTrainer, output: Path):
+        self.trainer, self.output = trainer, output
+
+    def on_save(self, args, state, control, **kwargs):
+        report(self.trainer, self.output, complete=False)
+
+
+def report(trainer: RetrofitTrainer, output: Path, *, complete: bool) -> TrainingReport:
+    """What is known of the run; on the main process also written to training.json."""
+    settings, state = trainer.settings, trainer.state
+    log = [{key: value for key, value in entry.items() if key != "epoch"} for entry in state.log_history]
+    seconds = next((entry["seconds"] for entry in reversed(log) if "seconds" in entry), 0.0)
+    tokens = state.global_step * trainer.tokens_per_step
+    found = TrainingReport(output, complete, state.global_step, settings.steps, tokens, seconds, log)
+    if trainer.args.should_save:
+        sizes = Counter()
+        for name, parameter in trainer.model.named_parameters():
+            sizes[trainer.groups.get(name, "frozen")] += parameter.numel()
+        record = {
+            "complete": complete,
+            "steps": found.steps,
+            "max_steps": found.max_steps,
+            "tokens": found.tokens,
+            "seconds": found.seconds,
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) if complete else None,
+            "seed": settings.seed,
+            "rows": dict(Counter(trainer.train_dataset.names)),
+            "parameters": dict(sizes),
+            "versions": versions(),
+            "device": str(trainer.args.device),
+            "threads": torch.get_num_threads(),
+            "world_size": trainer.args.world_size,
+            "settings": settings.to_dict(),
+            "log": log,
+        }
+        write_json(output / RECORD, record)
+    return found
+
+
+def versions() -> dict[str, str]:
+    libraries = {"torch": torch.__version__, "transformers": transformers.__version__, "gated_llama": __version__}
+    return libraries | {"python": platform.python_version()}
+
+
+def write_json(path: Path, content: dict) -> None:
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    unfinished.write_text(json.dumps(content, indent=1))
+    unfinished.replace(path)
+
+
+def finish(trainer: RetrofitTrainer, output: Path) -> TrainingReport:
+    """The result as a complete checkpoint folder, and the record of the run; checkpoints go unless they are kept."""
+    settings, target = trainer.settings, output / MODEL
+    weights = {name: loss.weight for name, loss in settings.losses.items()}
+    training = {"steps": settings.steps, "tokens": settings.steps * trainer.tokens_per_step, "losses": weights}
+    training |= {"seed": settings.seed, "package_version": __version__}
+    config = trainer.accelerator.unwrap_model(trainer.model).config
+    config.gate_retrofit = {**(config.gate_retrofit or {}), "training": training}
+    if not trainer.args.should_save:
+        trainer.save_model(str(target))  # takes part in gathering the weights
+        return report(trainer, output, complete=True)
+    if target.is_dir():  # of a run that ended before its record was written
+        shutil.rmtree(target)
+    with building(target, 0) as folder:
+        trainer.save_model(str(folder))
+        (folder / "training_args.bin").unlink(missing_ok=True)
+        card = Path(trainer.files) / "README.md"
+        text = card.read_text(encoding="utf-8") if card.is_file() else f"# {output.name}\n"
+        losses = ", ".join(f"{name} x {weight:g}" for name, weight in weights.items())
+        section = CARD.format(
+            steps=training["steps"], tokens=training["tokens"], version=__version__, losses=losses, seed=settings.seed
+        )
+        (folder / "README.md").write_text(text + section, encoding="utf-8")
+    found = report(trainer, output, complete=True)
+    if not settings.keep_checkpoints:
+        for path in output.glob("checkpoint-*"):
+            shutil.rmtree(path, ignore_errors=True)
+    return found

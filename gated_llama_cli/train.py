@@ -1,0 +1,99 @@
+"""`gated-llama train`: a retrofit, from one YAML file; can be stopped and continued at any point."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .console import err, facts, hide_bars, out
+
+
+INTERRUPTED = 130
+LINES = 20  # progress lines of a whole run where stderr is no terminal
+
+
+def register(app: typer.Typer):
+    app.command()(train)
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="What to train, on what, and how.")],
+    resume: Annotated[
+        Literal["auto", "none"], typer.Option(help="auto: from the last checkpoint in the output; none: start anew.")
+    ] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Folder of the run, instead of the file's `output`.")] = None,
+):
+    """Train a converted checkpoint; Ctrl-C saves, and the same command continues."""
+    hide_bars()
+    from gated_llama.retrofit.settings import read_settings
+    from gated_llama.retrofit.training import train as run
+
+    settings = read_settings(config, output=None if output is None else str(output))
+    with Bar() as bar:
+        report = run(settings, resume=resume, progress=bar.update, say=bar.say)
+    if report.interrupted:
+        err.print(f"Saved at step {report.steps} of {report.max_steps}; the same command continues.")
+        raise typer.Exit(INTERRUPTED)
+    show(report)
+
+
+class Bar:
+    """Steps, loss and time left; now and then a line where stderr is no terminal."""
+
+    def __init__(self):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.terminal = err.is_terminal
+        self.progress = Progress(
+            *columns, TimeRemainingColumn(), console=err, transient=True, disable=not self.terminal
+        )
+        self.task = self.progress.add_task("preparing", total=None)
+        self.printed = -1
+
+    def __enter__(self) -> "Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.progress.stop()
+
+    def say(self, line: str):
+        self.progress.update(self.task, description=escape(line))
+
+    def update(self, step: int, steps: int, log: dict):
+        if "loss" not in log:
+            self.progress.update(self.task, completed=step, total=steps)
+            return
+        line = loss_line(log)
+        self.progress.update(self.task, completed=step, total=steps, description=escape(line))
+        part = step * LINES // steps
+        if not self.terminal and part != self.printed:
+            self.printed = part
+            err.print(f"step {step}/{steps}  {line}  {log['tokens']:,} tokens  {log['seconds']:.0f} s")
+
+
+def loss_line(log: dict) -> str:
+    terms = (f"{name.removeprefix('loss_')} {value:.4g}" for name, value in log.items() if name.startswith("loss_"))
+    return f"loss {log['loss']:.4g} ({', '.join(terms)})"
+
+
+def show(report):
+    steps = [entry for entry in report.log if "loss" in entry]
+    watched = report.watched()
+    rows = [
+        ("trained", f"{report.steps:,} steps, {report.tokens:,} tokens, {report.seconds:,.0f} s"),
+        ("first step", loss_line(steps[0])),
+        ("last step", loss_line(steps[-1])),
+    ]
+    if watched:
+        rows += [
+            (title, f"{watched[0][f'watch_{name}']:.4g} -> {watched[-1][f'watch_{name}']:.4g}")
+            for title, name in (
+                ("first-token attention", "first_token_attention"),
+                ("largest activation", "max_activation"),
+                ("mean gate score", "gate_mean"),
+            )
+        ]
+    out.print(facts(str(report.output / "model"), rows))
+    out.print(f"Log and settings: {escape(str(report.output / 'training.json'))}", soft_wrap=True)
