@@ -10,7 +10,7 @@ Granularity = Literal["elementwise", "headwise"]
 Operation = Literal["multiply", "add"]
 Activation = Literal["sigmoid", "silu", "identity", "ns_sigmoid"]
 GateInput = Literal["hidden_states", "constant", "states"]
-Policy = Literal["identity", "open", "normal"]
+Policy = Literal["identity", "open", "normal", "transplant"]
 Layout = Literal["separate", "per_kv_group", "per_head", "megatron", "megatron_tail", "gqkv", "halves"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 

@@ -18,6 +18,7 @@ POLICIES = {
     "identity": "the model computes what its source computes",
     "open": "zero weights and a bias: scores start at act(bias)",
     "normal": "random weights, as in training from scratch: the model differs from its source",
+    "transplant": "the attention sink becomes gates: close to the source, without its first token",
 }
 
 
@@ -99,6 +100,11 @@ def plan_start(
     """The start that `policy` gives the gate of `config`; ValueError where it has none."""
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(POLICIES)}.")
+    if policy == "transplant":
+        raise ValueError(
+            "policy='transplant' is fitted on text: use gated_llama.retrofit.transplant_checkpoint, or "
+            "`gated-llama convert --policy transplant --calibration FILE`."
+        )
     if bias is not None and policy != "open":
         raise ValueError(f"bias={bias} belongs to policy='open'; policy={policy!r} sets its own.")
     if config.gate_position is None:

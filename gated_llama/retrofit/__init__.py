@@ -1,0 +1,28 @@
+"""
+Retrofits that work: transplanted sinks, training under pressure, gates as adapters.
+
+report = transplant_checkpoint("model", "out", ["text.jsonl"])     # the sink becomes gates, in closed form
+train(read_settings("polish.yaml"))                                # KL to the source, under pressure or without
+save_gate_adapter(model, "adapter")                                # gates alone, to attach to the base again
+
+Names are imported when they are asked for: the trainer brings accelerate, adapters need peft.
+"""
+
+from importlib import import_module
+
+
+_HOME = {
+    "surgery": ("TransplantReport", "transplant", "transplant_rows", "undo_transplant"),
+    "deliver": ("transplant_checkpoint",),
+    "sink": ("SinkReport", "measure_sink"),
+    "settings": ("Settings", "read_settings"),
+    "trainer": ("RetrofitTrainer",),
+    "training": ("TrainingReport", "train"),
+}
+
+
+def __getattr__(name: str):
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

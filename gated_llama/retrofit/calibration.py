@@ -1,0 +1,56 @@
+"""Calibration text as token ids, and the hidden states of two models on it, one layer at a time, in scratch files."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ..diagnostics.corpus import build_corpus, first_token
+
+
+def calibration_rows(tokenizer, texts: Sequence[str], source: str, *, tokens: int, context: int) -> torch.Tensor:
+    """
+    Token ids [rows, context] of the texts, one after the other, without a beginning-of-sequence token.
+
+    source: what error messages call the texts. Raises ValueError when they do not fill a row.
+    """
+    if context < 16 or tokens < 2 * context:
+        raise ValueError(f"tokens={tokens} and context={context}: at least two rows of 16 tokens are needed.")
+    corpus = build_corpus(tokenizer, list(texts), source, tokens=tokens, context=context, bos="none")
+    if corpus.ids.shape[1] < context:
+        raise ValueError(f"{source} has {corpus.tokens} tokens, fewer than one row of context={context}.")
+    return corpus.ids
+
+
+def sink_token(tokenizer, name: str) -> int:
+    """The token that the source's sink sits on: "auto" is the tokenizer's beginning-of-sequence token."""
+    token = first_token(tokenizer, name)
+    if token is None:
+        raise ValueError(
+            "A transplant replaces the sink on a fixed first token, and this tokenizer has none of its own: name the "
+            "one that the model was trained to see first, for example --bos '<|endoftext|>'."
+        )
+    return token
+
+
+class Scratch:
+    """Named float32 tensors that live in files: memory does not grow with the number of tokens."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor of this name and shape; its content is what was written to it last."""
+        if name not in self.tensors:
+            size = torch.Size(shape).numel()
+            self.tensors[name] = torch.from_file(str(self.folder / name), shared=True, size=size).view(shape)
+        return self.tensors[name]
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Scratch]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Scratch(Path(folder))

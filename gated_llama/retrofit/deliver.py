@@ -1,0 +1,212 @@
+"""A transplant from checkpoint to checkpoint: calibration, measurement on held-out text, files."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from ..configuration_gated import GatedLlamaConfig
+from ..convert import convert_checkpoint
+from ..convert.loading import Loadable
+from ..convert.output_folder import building, check_output
+from ..convert.tensor_files import DTYPES, read_json
+from ..convert.tokenizer import GENERATION_CONFIG, TOKENIZER_CONFIG
+from ..diagnostics import Activations, FirstTokenAttention
+from ..diagnostics.corpus import read_texts
+from ..hub import model_card
+from ..modeling_gated import GatedLlamaForCausalLM
+from .calibration import calibration_rows, sink_token
+from .fidelity import Fidelity, fidelity
+from .surgery import Progress, TransplantReport, transplant_rows
+from .walk import WalkOptions
+
+
+REPORT = "transplant.json"
+HELD_OUT_ROWS = 2  # of each calibration file, behind those that the fits see
+
+
+def transplant_checkpoint(
+    source: str | Path,
+    output: str | Path,
+    calibration: Sequence[str | Path],
+    *,
+    tokens: int = 32768,
+    context: int = 511,
+    bos: str = "auto",
+    granularity: str = "headwise",
+    dtype: str | None = None,
+    max_shard_size: int | str = "5GB",
+    revision: str | None = None,
+    options: WalkOptions | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> TransplantReport:
+    """
+    Converts a checkpoint and replaces its attention sink by gates; see `transplant_rows`.
+
+    Args:
+        source, output, revision, max_shard_size: as in `convert_checkpoint`.
+        calibration: .txt or .jsonl files; each gives the same number of rows. Text of every kind that matters should
+            be among them: what they lack is matched worse.
+        tokens, context: calibration tokens in all, and in a row.
+        bos: the first token on which the sink sits: "auto" (the tokenizer's) or a token.
+        dtype: to write in; `None` keeps the source's. Fits are in float32.
+
+    Returns the report, which is also written to transplant.json in the output. Raises ValueError for bad input;
+    nothing is left at `output` then, or when interrupted.
+    """
+    output = check_output(Path(output), source)
+    loadable = Loadable.open(source, revision)
+    if not loadable.has_tokenizer:
+        raise ValueError(f"{source} has no tokenizer, so no calibration text can be given to it.")
+    tokenizer = loadable.load_tokenizer()
+    first = sink_token(tokenizer, bos)
+    first_token = tokenizer.convert_ids_to_tokens(first)
+    rows, held_out = _rows(tokenizer, calibration, tokens, context)
+    with tempfile.TemporaryDirectory() as scratch:
+        plain = Path(scratch) / "plain"
+        converted = convert_checkpoint(source, plain, position=None, dtype="float32", revision=revision)
+        model = GatedLlamaForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+        gated, report = transplant_rows(
+            model, rows, first, first_token=first_token, granularity=granularity, options=options, progress=progress
+        )
+        progress("measuring the result", 0, 1)
+        report.measures.update(_measures(model, gated, held_out, first))
+        progress("measuring the result", 1, 1)
+        gated = gated.to(DTYPES[dtype] if dtype else getattr(torch, loadable.stored_dtype))
+        with building(output, sum(tensor.nbytes for tensor in gated.state_dict().values())) as folder:
+            dropped = _write(gated, plain, folder, first, max_shard_size)
+            card = model_card(
+                gated.config,
+                name=output.name,
+                source_folder=loadable.checkpoint.folder,
+                base_model=loadable.checkpoint.hub_id,
+            )
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            report.measures["first_token_dropped"] = dropped
+            content = {"source": str(source), "source_model_type": converted.source_model_type, **report.to_dict()}
+            (folder / REPORT).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return report
+
+
+def _rows(tokenizer, calibration: Sequence, tokens: int, context: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Rows of all files for the fits, and by file those that are kept back."""
+    if not calibration:
+        raise ValueError("A transplant needs calibration text: name one or more .txt or .jsonl files.")
+    kept, fitted = {}, []
+    for path in calibration:
+        texts, name = read_texts(path)
+        share = max(1, tokens // max(context, 1) // len(calibration)) + HELD_OUT_ROWS
+        rows = calibration_rows(tokenizer, texts, name, tokens=share * context, context=context)
+        if len(rows) < 1 + HELD_OUT_ROWS:
+            raise ValueError(
+                f"{path} gives {len(rows)} rows of {context} tokens and at least {1 + HELD_OUT_ROWS} are needed: give "
+                "more text or a smaller --context."
+            )
+        fitted.append(rows[:-HELD_OUT_ROWS])
+        kept[str(path)] = rows[-HELD_OUT_ROWS:]
+    return torch.cat(fitted), kept
+
+
+def _measures(source: nn.Module, gated: nn.Module, held_out: dict[str, torch.Tensor], first: int) -> dict:
+    """The result on text that the fits did not see, the source's own noise floor, and sinks before and after."""
+    compared: list[Fidelity] = []
+    floor: list[Fidelity] = []
+    for name, rows in held_out.items():
+        compared.append(fidelity(gated, source, rows, source_first=first, name=Path(name).stem))
+        floor.append(fidelity(source, source, rows, source_first=first, name=Path(name).stem))
+    rows = torch.cat(list(held_out.values()))
+    return {
+        "source": sink_measures(source, rows, first),
+        "result": sink_measures(gated, rows, None),
+        "held_out": [asdict(each) for each in compared],
+        "source_without_first_token": [asdict(each) for each in floor],
+    }
+
+
+@torch.no_grad()
+def sink_measures(model: nn.Module, rows: torch.Tensor, first: int | None) -> dict:
+    """First-token attention and the largest activations on rows of token ids, each after `first` if given."""
+    with FirstTokenAttention(model) as attention, Activations(model) as activations:
+        for row in rows:
+            ids = row if first is None else torch.cat([row.new_tensor([first]), row])
+            model(ids[None].to(model.device), use_cache=False)
+    attended, spikes = attention.result(), activations.result()
+    return {
+        "first_token_attention": attended.mean,
+        "first_token_attention_per_layer": attended.per_layer,
+        "max_activation": spikes.max,
+        "max_activation_layer": spikes.max_layer,
+        "max_activation_per_layer": spikes.per_layer,
+    }
+
+
+def _write(gated: nn.Module, plain: Path, folder: Path, first: int, max_shard_size: int | str) -> bool:
+    """Weights, code, tokenizer and generation settings; whether the first token was dropped from them."""
+    for path in plain.iterdir():
+        if not path.name.startswith("model") and path.name not in ("config.json", "README.md"):
+            shutil.copytree(path, folder / path.name) if path.is_dir() else shutil.copyfile(path, folder / path.name)
+    dropped = drop_first_token(folder, first)
+    if dropped:
+        gated.config.bos_token_id = None
+    generation = gated.generation_config
+    gated.save_pretrained(folder, max_shard_size=max_shard_size)
+    if (plain / GENERATION_CONFIG).exists():  # save_pretrained writes what the config says; the source's is kept
+        settings = read_json(plain / GENERATION_CONFIG)
+        if dropped:
+            settings.pop("bos_token_id", None)
+        (folder / GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    elif dropped and generation is not None and (folder / GENERATION_CONFIG).exists():
+        settings = read_json(folder / GENERATION_CONFIG)
+        settings.pop("bos_token_id", None)
+        (folder / GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    GatedLlamaConfig.from_pretrained(folder)
+    return dropped
+
+
+def drop_first_token(folder: Path, first: int) -> bool:
+    """
+    Stops the tokenizer in `folder` from beginning texts with the token `first`; True if it was its BOS token.
+
+    Raises ValueError when it cannot be stopped: the model without a sink must not be given the token.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.bos_token_id != first:
+        if first in tokenizer("a")["input_ids"]:
+            raise ValueError(f"The tokenizer puts the token {first} around every text, but it is not its BOS token.")
+        return False
+    wanted = [i for i in tokenizer("a b")["input_ids"] if i != first]
+    path, settings_path = folder / "tokenizer.json", folder / TOKENIZER_CONFIG
+    if path.exists():
+        content = read_json(path)
+        _without_special(content.get("post_processor"), tokenizer.bos_token)
+        path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    settings = read_json(settings_path) if settings_path.exists() else {}
+    settings.pop("bos_token", None)
+    settings_path.write_text(json.dumps(settings | {"add_bos_token": False}, indent=2, ensure_ascii=False) + "\n")
+    special = folder / "special_tokens_map.json"
+    if special.exists():
+        content = read_json(special)
+        content.pop("bos_token", None)
+        special.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if AutoTokenizer.from_pretrained(folder)("a b")["input_ids"] != wanted:
+        raise ValueError(f"The tokenizer of {folder.name} keeps putting {tokenizer.bos_token!r} before every text.")
+    return True
+
+
+def _without_special(processor: dict | None, token: str) -> None:
+    """Takes `token` out of the templates of a post-processor of tokenizer.json, nested ones included."""
+    if not processor:
+        return
+    for inner in processor.get("processors", ()):
+        _without_special(inner, token)
+    for template in ("single", "pair"):
+        if isinstance(processor.get(template), list):
+            processor[template] = [
+                piece for piece in processor[template] if piece.get("SpecialToken", {}).get("id") != token
+            ]

@@ -1,0 +1,104 @@
+"""The two fits of a transplant: gates whose gated sum matches an output, and linear maps that take up what is left."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class GateFit(NamedTuple):
+    """
+    weight [heads, hidden] and bias [heads] of the logits. r2 [heads]: share of the variance of the survivors (1 - a_0)
+    that the scores explain. error: mean |sum_h g_h m_h - target|^2 over mean |target|^2, with the fitted scores.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    r2: torch.Tensor
+    error: float
+
+
+class GateProblem(NamedTuple):
+    """
+    Least squares in the scores g of one layer, a quadratic form per token: g' gram g - 2 moment' g + energy.
+
+    It is |sum_h g_h m_h - target|^2 for what head h would write ungated, m_h [hidden]: gram [tokens, heads, heads]
+    holds m_h . m_k, moment [tokens, heads] m_h . target, energy [tokens] |target|^2. inputs [tokens, hidden]: what the
+    gate sees. survivors [tokens, heads]: 1 - a_0 of the source.
+    """
+
+    inputs: torch.Tensor
+    gram: torch.Tensor
+    moment: torch.Tensor
+    energy: torch.Tensor
+    survivors: torch.Tensor
+
+    def error(self, scores: torch.Tensor) -> torch.Tensor:
+        """Mean over tokens of the squared distance, over the mean energy."""
+        quadratic = torch.einsum("th,thk,tk->t", scores, self.gram, scores)
+        return (quadratic - 2 * (self.moment * scores).sum(-1) + self.energy).mean() / self.energy.mean()
+
+
+@torch.enable_grad()
+def fit_gates(
+    problem: GateProblem, fitted: torch.Tensor, *, likeness: float = 0.02, decay: float = 1e-4, steps: int = 60
+) -> GateFit:
+    """
+    Scores sigmoid(x W + b) that minimise `problem.error` + likeness * cross-entropy(survivors, scores).
+
+    fitted [heads] bool: the others keep the score 1. The cross-entropy ties the scores to what they stand for where
+    the output does not care; decay is on the weights of the standardised inputs. L-BFGS from the constant gate with
+    the mean of the survivors: deterministic.
+    """
+    scale, centre = problem.inputs.std(0).clamp_min(1e-6), problem.inputs.mean(0)
+    inputs = (problem.inputs - centre) / scale
+    start = torch.logit(problem.survivors.mean(0).clamp(0.02, 0.98))
+    weight = torch.zeros(inputs.shape[1], len(fitted), device=inputs.device, requires_grad=True)
+    bias = start.clone().requires_grad_(True)
+    optimiser = torch.optim.LBFGS(
+        [weight, bias], max_iter=steps, history_size=10, line_search_fn="strong_wolfe", tolerance_change=1e-7
+    )
+    entropy = nn.functional.binary_cross_entropy_with_logits
+
+    def loss() -> torch.Tensor:
+        optimiser.zero_grad()
+        logits = inputs @ weight + bias
+        total = problem.error(logits.sigmoid().where(fitted, 1.0)) + decay * weight.square().sum() / len(fitted)
+        if likeness:
+            total = total + likeness * entropy(logits[:, fitted], problem.survivors[:, fitted])
+        total.backward()
+        return total
+
+    optimiser.step(loss)
+    with torch.no_grad():
+        scores = (inputs @ weight + bias).sigmoid().where(fitted, 1.0)
+        spread = (problem.survivors - problem.survivors.mean(0)).square().sum(0)
+        r2 = 1 - (scores - problem.survivors).square().sum(0) / spread
+        error = problem.error(scores).item()
+        weight = weight / scale[:, None]
+        return GateFit(weight.T.contiguous(), bias.detach() - centre @ weight, r2, error)
+
+
+class Moments:
+    """Second moments of features and residuals, summed over batches of tokens, and the ridge regression from them."""
+
+    def __init__(self):
+        self.gram = self.cross = 0.0
+        self.energy = 0.0
+
+    def add(self, features: torch.Tensor, residual: torch.Tensor) -> None:
+        """features [tokens, p], residual [tokens, q]."""
+        self.gram = self.gram + (features.T @ features).double()
+        self.cross = self.cross + (features.T @ residual).double()
+        self.energy += residual.square().sum(dtype=torch.float64).item()
+
+    def solve(self, ridge: float) -> torch.Tensor:
+        """The map [q, p] that minimises |residual - features D'|^2 + ridge * mean(diag gram) * |D|^2, in float32."""
+        damped = self.gram + ridge * self.gram.diagonal().mean() * torch.eye(len(self.gram)).to(self.gram)
+        return torch.linalg.solve(damped, self.cross).T.float()
+
+    def left(self, change: torch.Tensor) -> float:
+        """Share of the residuals' energy that is left after the map."""
+        change = change.double().T
+        explained = 2 * (self.cross * change).sum() - (change * (self.gram @ change)).sum()
+        return 1 - (explained / self.energy).item() if self.energy else 0.0

@@ -1,0 +1,102 @@
+"""Whether a model's attention sink is a constant that a gate can take over: measured before anything is edited."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from ..diagnostics import Activations, FirstTokenAttention, FirstTokenStates, SpikeWriter
+
+
+# A key or value that varies more than this between texts, relative to its norm, is not a constant of the model.
+LARGEST_DEVIATION = 0.05
+# Heads that give the first token less than this on average have no sink to take over.
+SMALLEST_ATTENTION = 0.02
+
+
+@dataclass(frozen=True)
+class HeadSink:
+    """
+    The sink of one query head: its mean attention on the first token; |v_0| / median |v_j| of its key/value head; the
+    relative spread of k_0 and v_0 between texts. obstacle: why no gate takes it over, None if one can.
+    """
+
+    layer: int
+    head: int
+    first_token_attention: float
+    value_norm_ratio: float
+    key_deviation: float
+    value_deviation: float
+    obstacle: str | None
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class SinkReport:
+    """The sinks of all heads, by layer, and the MLP units that write the first token's massive activation."""
+
+    first_token: str
+    tokens: int
+    mean: float
+    max_activation: float
+    heads: list[list[HeadSink]]
+    spike_writers: list[SpikeWriter]
+
+    def transplantable(self, layer: int) -> torch.Tensor:
+        """[heads] bool."""
+        return torch.tensor([head.obstacle is None for head in self.heads[layer]])
+
+    @property
+    def count(self) -> int:
+        return sum(head.obstacle is None for layer in self.heads for head in layer)
+
+
+@torch.no_grad()
+def measure_sink(model: nn.Module, rows: Iterable[torch.Tensor], first: int, first_token: str) -> SinkReport:
+    """
+    Measures the sink on the token `first`, put before each row of token ids [seq]; at least two rows.
+
+    Raises ValueError for fewer rows, since constancy is a statement about several texts.
+    """
+    with FirstTokenAttention(model) as attention, FirstTokenStates(model) as states, Activations(model) as activations:
+        for row in rows:
+            model(torch.cat([row.new_tensor([first]), row])[None].to(model.device), use_cache=False)
+    attended, constants, spikes = attention.result(), states.result(), activations.result()
+    if constants.documents < 2:
+        raise ValueError(
+            f"{constants.documents} row of text does not show whether the sink is a constant: give more calibration "
+            "text or a shorter --context."
+        )
+    return SinkReport(
+        first_token=first_token,
+        tokens=attended.tokens,
+        mean=attended.mean,
+        max_activation=spikes.max,
+        heads=[_heads(index, attended, constants) for index in range(len(attended.layers))],
+        spike_writers=spikes.spike_writers,
+    )
+
+
+def _heads(index: int, attended, constants) -> list[HeadSink]:
+    weights = attended.per_head[index]
+    group = len(weights) // len(constants.value_norm_ratio[index])
+    heads = []
+    for head, weight in enumerate(weights):
+        ratio, key, value = (
+            table[index][head // group]
+            for table in (constants.value_norm_ratio, constants.key_deviation, constants.value_deviation)
+        )
+        heads.append(HeadSink(attended.layers[index], head, weight, ratio, key, value, _obstacle(weight, key, value)))
+    return heads
+
+
+def _obstacle(weight: float, key_deviation: float, value_deviation: float) -> str | None:
+    if weight < SMALLEST_ATTENTION:
+        return f"no sink: the first token gets {weight:.3f} of the attention"
+    for name, deviation in (("key", key_deviation), ("value", value_deviation)):
+        if deviation > LARGEST_DEVIATION:
+            return f"the first token's {name} varies between texts by {deviation:.3f} of its norm"
+    return None

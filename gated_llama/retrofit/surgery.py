@@ -1,0 +1,257 @@
+"""
+The sink transplant: an attention sink on a constant first token becomes a headwise output gate, in closed form.
+
+With a_i0 the attention of query i on the first token, whose key and value are constants of the model,
+
+    o_i = (1 - a_i0) softmax_{j>=1}(s_i) (v_j - v_0) + v_0,
+
+an output gate over attention without the first token, a value bias -v_0 and an output bias W_O v_0. That is exact;
+what is approximated is the gate's logit, which has to be a linear function of the layer's input.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from .. import __version__
+from ..configuration_gated import GatedLlamaConfig
+from ..convert import convert_checkpoint
+from ..convert.tensor_files import one_line
+from ..modeling_gated import GatedLlamaForCausalLM
+from .calibration import calibration_rows, scratch, sink_token
+from .sink import SinkReport, measure_sink
+from .walk import LayerFit, Walk, WalkOptions
+
+
+# A sink below this mean first-token attention is not worth an operation.
+SMALLEST_SINK = 0.05
+MEASURED_ROWS = 8
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class TransplantReport:
+    """
+    What was measured and done.
+
+    sink: of the source, with its first token. layers: how well each layer could be matched. edits: what was changed,
+    in order; `undo_transplant` reads it. options: of the fits. calibration_tokens: real tokens.
+    """
+
+    sink: SinkReport
+    layers: list[LayerFit]
+    edits: list[dict]
+    options: WalkOptions
+    calibration_tokens: int
+    context: int
+    measures: dict = field(default_factory=dict)
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def transplant(
+    model: nn.Module,
+    tokenizer,
+    texts: Sequence[str],
+    *,
+    tokens: int = 32768,
+    context: int = 511,
+    bos: str = "auto",
+    granularity: str = "headwise",
+    options: WalkOptions | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[GatedLlamaForCausalLM, TransplantReport]:
+    """
+    Makes a gated model without a sink from a loaded one, which stays as it is.
+
+    Args:
+        model: a causal language model of a type that `convert_checkpoint` reads, without gates. In float32, best.
+        texts: calibration text; of every kind that matters, in turn, since `tokens` are taken from the start.
+        tokens, context: calibration tokens in all, and in a row.
+        bos: the first token on which the sink sits: "auto" (the tokenizer's) or a token.
+        granularity, options, progress: as in `transplant_rows`.
+
+    The result is meant to run without the token `bos` before its texts; `transplant_checkpoint` also takes it out of
+    the tokenizer. Raises ValueError for bad input and for a model without a sink.
+    """
+    first = sink_token(tokenizer, bos)
+    rows = calibration_rows(tokenizer, texts, "the texts", tokens=tokens, context=context)
+    return transplant_rows(
+        without_gates(model),
+        rows,
+        first,
+        first_token=tokenizer.convert_ids_to_tokens(first),
+        granularity=granularity,
+        options=options,
+        progress=progress,
+    )
+
+
+def without_gates(model: nn.Module) -> nn.Module:
+    """The model in this package's format; it goes through files, since conversion does."""
+    if model.config.model_type == GatedLlamaConfig.model_type:
+        return model
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(Path(folder) / "model")
+        convert_checkpoint(Path(folder) / "model", Path(folder) / "plain", position=None)
+        plain = GatedLlamaForCausalLM.from_pretrained(Path(folder) / "plain", dtype=model.dtype)
+    return plain.to(model.device).eval()
+
+
+def transplant_rows(
+    source: nn.Module,
+    rows: torch.Tensor,
+    first: int,
+    *,
+    first_token: str = "",
+    granularity: str = "headwise",
+    options: WalkOptions | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[GatedLlamaForCausalLM, TransplantReport]:
+    """
+    Makes a gated model without a sink from a gated_llama model without gates.
+
+    Args:
+        source: a `GatedLlamaForCausalLM` with gate_position None, as `convert_checkpoint(..., position=None)` writes
+            it; it is left as it is. Fits are in its dtype: float32 is meant.
+        rows: token ids [rows, context] of calibration text, without the first token.
+        first: the token on which the source's sink sits.
+        granularity: "headwise", or "elementwise" with the same score for every coordinate of a head.
+        options: of the fits.
+        progress: told (what, done, total).
+
+    Raises:
+        ValueError: the source has gates, or no sink that a gate could take over (the identity is offered instead).
+    """
+    options = options or WalkOptions()
+    _check(source, rows)
+    progress("measuring the sink", 0, 1)
+    sink = measure_sink(source, rows[_spread(len(rows), MEASURED_ROWS)], first, first_token)
+    refuse_without_sink(sink)
+    progress("measuring the sink", 1, 1)
+    gated = gated_copy(source, granularity)
+    edits, layers = [], []
+    with scratch() as files:
+        walk = Walk(source.model, gated.model, rows, first, files, options)
+        for index in range(source.config.num_hidden_layers):
+            progress("matching layers", index, source.config.num_hidden_layers)
+            quiet = sorted(writer.unit for writer in sink.spike_writers if writer.layer == index)
+            fit = walk.layer(index, sink.transplantable(index), quiet)
+            layers.append(fit)
+            edits += _edits(fit, options)
+    progress("matching layers", len(layers), len(layers))
+    return gated, TransplantReport(sink, layers, edits, options, rows.numel(), rows.shape[1])
+
+
+def _check(source: nn.Module, rows: torch.Tensor) -> None:
+    config = source.config
+    if config.model_type != GatedLlamaConfig.model_type or config.gate_position is not None:
+        raise ValueError(
+            "A transplant starts from a model without gates in this package's format: convert the checkpoint with "
+            "position=None first."
+        )
+    sliding = "sliding_attention" in config.layer_types
+    if sliding and rows.shape[1] >= config.sliding_window:
+        raise ValueError(
+            f"context={rows.shape[1]} must be smaller than the sliding window ({config.sliding_window}): beyond it "
+            "the first token is out of sight."
+        )
+
+
+def refuse_without_sink(sink: SinkReport) -> None:
+    """ValueError when there is nothing that a gate could take over."""
+    if sink.mean >= SMALLEST_SINK and sink.count:
+        return
+    obstacles = sorted({head.obstacle.split(":")[0] for layer in sink.heads for head in layer if head.obstacle})
+    raise ValueError(
+        f"There is no sink to transplant: mean attention on the first token {sink.first_token!r} is {sink.mean:.3f}, "
+        f"and {sink.count} heads have a constant one ({'; '.join(obstacles[:3])}). Use --policy identity, or name "
+        "another first token with --bos."
+    )
+
+
+def _spread(total: int, wanted: int) -> list[int]:
+    """At most `wanted` indices, evenly spread, so that every calibration file has its say."""
+    return sorted({i * total // min(total, wanted) for i in range(min(total, wanted))})
+
+
+def gated_copy(source: nn.Module, granularity: str) -> GatedLlamaForCausalLM:
+    """The source's weights in a model with zero gates at G1 and the biases that a transplant writes."""
+    fields = source.config.to_dict() | {
+        "gate_position": "sdpa_output",
+        "gate_granularity": granularity,
+        "gate_bias": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "gate_retrofit": {
+            "policy": "transplant",
+            "fold": {},
+            "source_model_type": (source.config.gate_retrofit or {}).get("source_model_type"),
+            "package_version": __version__,
+        },
+    }
+    try:
+        config = GatedLlamaConfig(**fields)
+    except StrictDataclassError as error:
+        raise ValueError(one_line(error.__cause__ or error)) from error
+    gated = GatedLlamaForCausalLM(config).to(source.device, source.dtype).eval()
+    absent = gated.load_state_dict(source.state_dict(), strict=False).missing_keys
+    with torch.no_grad():
+        for name, parameter in gated.named_parameters():
+            if name in absent and (name.endswith("_proj.bias") or ".g_proj." in name):
+                parameter.zero_()
+    return gated
+
+
+def _edits(fit: LayerFit, options: WalkOptions) -> list[dict]:
+    layer = {"layer": fit.layer}
+    heads = [head for head, r2 in enumerate(fit.r2) if r2 is not None]
+    edits = [layer | {"edit": "values"}, layer | {"edit": "gates", "heads": heads}]
+    if fit.quieted:
+        edits.append(layer | {"edit": "units", "units": fit.quieted})
+    if options.ridge is not None:
+        edits.append(layer | {"edit": "refit"})
+    return edits
+
+
+# Tensors that each edit touches, below a layer.
+EDITED = {
+    "values": ("self_attn.v_proj.bias", "self_attn.o_proj.bias"),
+    "gates": ("self_attn.g_proj.weight", "self_attn.g_proj.bias", "self_attn.o_proj.weight"),
+    "units": ("mlp.down_proj.weight",),
+    "refit": ("self_attn.o_proj.weight", "self_attn.o_proj.bias", "mlp.down_proj.weight"),
+}
+
+
+@torch.no_grad()
+def undo_transplant(gated: nn.Module, source: nn.Module, edits: Iterable[dict]) -> None:
+    """
+    Takes edits back in place, from the source's weights; all of them leave the identity retrofit of the source.
+
+    edits: of a report, or of transplant.json. Each names a layer, and every tensor that it touched there becomes the
+    source's again, its gates becoming zero; so taking back one kind of edit of a layer also takes back the others that
+    touched the same tensors. Raises ValueError for an unknown edit.
+    """
+    for edit in edits:
+        if edit.get("edit") not in EDITED:
+            raise ValueError(f"edit {edit.get('edit')!r} is none of {', '.join(EDITED)}.")
+        layer = f"model.layers.{edit['layer']}."
+        for name in EDITED[edit["edit"]]:
+            _restore(gated, source, layer + name)
+
+
+def _restore(gated: nn.Module, source: nn.Module, name: str) -> None:
+    target, origins = gated.get_parameter(name), dict(source.named_parameters())
+    if name not in origins:
+        target.zero_()
+        return
+    # A zero gate has the score 1/2.
+    factor = 2.0 if name.endswith("self_attn.o_proj.weight") else 1.0
+    target.copy_(origins[name] * factor)

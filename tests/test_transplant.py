@@ -1,0 +1,300 @@
+"""The sink transplant: exact with oracle gates, deterministic, undone, and its mistakes."""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from gated_llama import gate_override, retrofit
+from gated_llama.convert import convert_checkpoint
+from gated_llama.diagnostics.probes import attention_modules, listen_to_attention
+from gated_llama.retrofit.deliver import drop_first_token, transplant_checkpoint
+from gated_llama.retrofit.fidelity import fidelity
+from gated_llama.retrofit.fitting import GateProblem, Moments, fit_gates
+from gated_llama.retrofit.sink import measure_sink
+from gated_llama.retrofit.surgery import gated_copy, transplant_rows, undo_transplant
+from gated_llama.retrofit.walk import WalkOptions, first_token_weights
+from gated_llama_cli import main
+
+
+STORIES = Path(__file__).parent / "data" / "stories260K"
+TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. " * 40
+FIRST = 1
+# Families by what they have: Llama nothing, Qwen2 biases, Qwen3 QK-norm.
+FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+GATES_ONLY = WalkOptions(ridge=None)
+
+
+@pytest.fixture(params=FAMILIES)
+def source(request, tiny_model):
+    """A model whose first token is constant, as any token is that always comes first, and is attended to."""
+    model = tiny_model(gate_position=None, **FAMILIES[request.param])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" not in name:
+                parameter.mul_(5)  # attention that is not uniform
+    return model
+
+
+@pytest.fixture
+def rows(source):
+    return torch.randint(3, source.config.vocab_size, (6, 24), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def survivors(source, row):
+    """layer -> [1, seq, heads, 1]: 1 - a_0 of each token behind the first."""
+    found = {}
+
+    def listen(call):
+        found[call.layer] = (1 - first_token_weights(call))[:, :, 1:].transpose(1, 2)[..., None]
+
+    with listen_to_attention(attention_modules(source), listen):
+        source(torch.cat([torch.tensor([FIRST]), row])[None], use_cache=False)
+    return found
+
+
+@contextmanager
+def oracle(gated, scores, report):
+    """Gates at the exact scores; a head that was left at the identity has its score's factor 2 in o_proj."""
+    fitted = {fit.layer: torch.tensor([r2 is not None for r2 in fit.r2]) for fit in report.layers}
+    values = {layer: each.where(fitted[layer][:, None], each / 2) for layer, each in scores.items()}
+    with gate_override(gated, values):
+        yield
+
+
+def test_with_oracle_gates_it_is_the_source_forward_and_cached(source, rows):
+    gated, report = transplant_rows(source, rows, FIRST, options=GATES_ONLY)
+    assert report.sink.count > 6
+    row = torch.randint(3, source.config.vocab_size, (20,), generator=torch.Generator().manual_seed(9))
+    exact = survivors(source, row)
+    with torch.no_grad():
+        expected = source(torch.cat([torch.tensor([FIRST]), row])[None], use_cache=False).logits[:, 1:]
+        with oracle(gated, exact, report):
+            forward = gated(row[None], use_cache=False).logits
+        cache, cached = DynamicCache(config=gated.config), []
+        for position in range(len(row)):
+            step = {layer: score[:, position : position + 1] for layer, score in exact.items()}
+            with oracle(gated, step, report):
+                cached.append(gated(row[None, position : position + 1], cache=cache, use_cache=True).logits)
+    # float32 sums in another order: some units in the last place of logits of size 10
+    scale = expected.abs().max()
+    torch.testing.assert_close(forward, expected, rtol=0, atol=2e-5 * scale)
+    torch.testing.assert_close(torch.cat(cached, 1), expected, rtol=0, atol=2e-5 * scale)
+    fitted = gated(row[None], use_cache=False).logits
+    assert (fitted - expected).abs().max() > 1e-3 * scale, "the fitted gates are exact, so the oracle proves nothing"
+
+
+def test_refits_bring_the_states_closer_than_the_gates_alone(source, rows):
+    many = torch.randint(3, source.config.vocab_size, (40, 24), generator=torch.Generator().manual_seed(2))
+    held_out = torch.randint(3, source.config.vocab_size, (8, 24), generator=torch.Generator().manual_seed(3))
+    errors = {}
+    for name, options in (("gates", GATES_ONLY), ("refit", WalkOptions(ridge=0.01))):
+        gated, report = transplant_rows(source, many, FIRST, options=options)
+        errors[name] = report.layers[-1].state_error
+        errors[f"KL {name}"] = fidelity(gated, source, held_out, source_first=FIRST).kl
+    untouched = gated_copy(source, "headwise")
+    with torch.no_grad(), gate_override(untouched, 1.0):
+        errors["KL none"] = fidelity(untouched, source, held_out, source_first=FIRST).kl
+    assert errors["refit"] < errors["gates"]
+    # On random weights and 960 tokens the refits' gain is within their own noise; both are far from doing nothing.
+    assert max(errors["KL refit"], errors["KL gates"]) < errors["KL none"] / 2
+
+
+def test_it_is_deterministic_and_leaves_the_source_alone(source, rows):
+    before = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    first, second = (transplant_rows(source, rows, FIRST)[0].state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(before[name], tensor) for name, tensor in source.state_dict().items())
+
+
+def test_elementwise_gates_repeat_headwise_ones(source, rows):
+    headwise, elementwise = (
+        transplant_rows(source, rows, FIRST, granularity=g)[0] for g in ("headwise", "elementwise")
+    )
+    assert elementwise.model.layers[0].self_attn.g_proj.weight.shape[0] == 16 * 4
+    with torch.no_grad():
+        logits = [model(rows, use_cache=False).logits for model in (headwise, elementwise)]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5 * logits[0].abs().max())
+
+
+def test_undone_it_is_the_source_with_its_first_token(source, rows):
+    gated, report = transplant_rows(source, rows, FIRST)
+    ids = torch.cat([torch.full((6, 1), FIRST), rows], 1)
+    with torch.no_grad():
+        expected = source(ids, use_cache=False).logits
+        assert (gated(ids, use_cache=False).logits - expected).abs().max() > 1e-2
+        undo_transplant(gated, source, report.to_dict()["edits"])
+        torch.testing.assert_close(
+            gated(ids, use_cache=False).logits, expected, rtol=0, atol=1e-5 * expected.abs().max()
+        )
+    with pytest.raises(ValueError, match="'valeus' is none of values, gates, units, refit"):
+        undo_transplant(gated, source, [{"layer": 0, "edit": "valeus"}])
+
+
+def test_spike_writers_fall_silent(tiny_model, monkeypatch):
+    source = tiny_model(gate_position=None)
+    rows = torch.randint(3, 96, (4, 24))
+    with torch.no_grad():  # a unit that only the first token switches on, and that writes far more than all else
+        layer = source.model.layers[1]
+        states = []
+        hook = layer.mlp.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+        source(torch.cat([torch.full((4, 1), FIRST), rows], 1), use_cache=False)
+        hook.remove()
+        first, others = states[0][0, 0], states[0][:, 1:].flatten(0, 1)
+        direction = torch.linalg.lstsq(
+            torch.cat([first[None], others]).T @ torch.cat([first[None], others]) + 1e-3 * torch.eye(40), first
+        ).solution
+        layer.mlp.gate_proj.weight[5] = layer.mlp.up_proj.weight[5] = 20 * direction / (direction @ first)
+        layer.mlp.down_proj.weight[7, 5] = 50.0
+    report = measure_sink(source, rows, FIRST, "<s>")
+    assert [(writer.layer, writer.unit, writer.dimension) for writer in report.spike_writers] == [(1, 5, 7)]
+    gated, done = transplant_rows(source, rows, FIRST)
+    assert done.layers[1].quieted == [5]
+    assert not gated.model.layers[1].mlp.down_proj.weight[:, 5].any()
+    with torch.no_grad():
+        spiking, quiet = source.model(rows).last_hidden_state, gated.model(rows).last_hidden_state
+    assert spiking.isfinite().all()
+    assert quiet.isfinite().all()
+
+
+def test_gates_that_a_linear_logit_explains_are_found():
+    generator = torch.Generator().manual_seed(0)
+    inputs, weight = torch.randn(2000, 12, generator=generator), torch.randn(3, 12, generator=generator)
+    scores = (inputs @ weight.T + 0.5).sigmoid()
+    writes = torch.randn(2000, 3, 8, generator=generator)
+    target = (scores[..., None] * writes).sum(1)
+    gram, moment = writes @ writes.mT, (writes @ target[..., None])[..., 0]
+    problem = GateProblem(inputs, gram, moment, target.square().sum(-1), scores)
+    fit = fit_gates(problem, torch.ones(3, dtype=torch.bool), likeness=0.0, decay=0.0, steps=200)
+    assert fit.error < 1e-4
+    assert fit.r2.min() > 0.999
+    torch.testing.assert_close(fit.weight, weight, rtol=0, atol=0.05)
+    partly = fit_gates(problem, torch.tensor([True, False, True]), likeness=0.0)
+    assert partly.error > fit.error
+
+
+def test_ridge_from_moments_is_least_squares():
+    features, residual = torch.randn(50, 6), torch.randn(50, 4)
+    moments = Moments()
+    for part in torch.arange(50).split(7):
+        moments.add(features[part], residual[part])
+    expected = torch.linalg.lstsq(features, residual).solution.T
+    found = moments.solve(0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    left = (residual - features @ expected.T).square().sum() / residual.square().sum()
+    assert moments.left(found) == pytest.approx(left.item(), rel=1e-4)
+    assert moments.solve(10.0).norm() < found.norm() / 2
+
+
+def test_without_a_sink_the_identity_is_offered(tiny_model):
+    source = tiny_model(gate_position=None)
+    rows = torch.randint(3, 96, (3, 127))  # attention is near uniform: 0.04 on the first token
+    with pytest.raises(ValueError, match=r"no sink to transplant: mean attention .* Use --policy identity"):
+        transplant_rows(source, rows, FIRST)
+    with pytest.raises(ValueError, match="1 row of text does not show whether the sink is a constant"):
+        measure_sink(source, rows[:1], FIRST, "<s>")
+    with pytest.raises(ValueError, match="starts from a model without gates"):
+        transplant_rows(tiny_model(), rows, FIRST)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "story.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def delivered(story, tmp_path_factory):
+    out = tmp_path_factory.mktemp("transplant") / "out"
+    flags = ["--policy", "transplant", "--calibration", str(story), "--tokens", "600", "--context", "60"]
+    assert main(["convert", str(STORIES), str(out), *flags]) == 0
+    return out
+
+
+def test_the_command_writes_a_checkpoint_without_its_first_token(delivered):
+    report = json.loads((delivered / "transplant.json").read_text())
+    assert report["measures"]["first_token_dropped"]
+    assert report["sink"]["first_token"] == "<s>"
+    assert len(report["layers"]) == 5
+    tokenizer, before = AutoTokenizer.from_pretrained(delivered), AutoTokenizer.from_pretrained(STORIES)
+    ids = tokenizer("Once upon a time")["input_ids"]
+    assert [1, *ids] == before("Once upon a time")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(delivered)
+    assert model.config.bos_token_id is None
+    assert model.config.gate_retrofit["policy"] == "transplant"
+    assert model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False).shape == (1, len(ids) + 3)
+    held_out = report["measures"]["held_out"][0]
+    assert 0 < held_out["kl"] < 1
+
+
+def test_the_measured_result_is_what_the_folder_holds(delivered, story, tmp_path):
+    convert_checkpoint(STORIES, tmp_path / "plain", position=None)
+    source, result = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (tmp_path / "plain", delivered))
+    tokenizer = AutoTokenizer.from_pretrained(delivered)
+    ids = torch.tensor(tokenizer.encode(TEXT, add_special_tokens=False))
+    rows = ids[600 // 60 * 60 : (600 // 60 + 2) * 60].view(2, 60)
+    found = fidelity(result, source, rows, source_first=1)
+    measured = json.loads((delivered / "transplant.json").read_text())["measures"]["held_out"][0]
+    assert found.kl == pytest.approx(measured["kl"], rel=1e-3)
+    assert found.perplexity_ratio == pytest.approx(measured["perplexity_ratio"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "a transplant is fitted on text"),
+        (["--calibration", "nowhere.txt"], "Text file nowhere.txt does not exist"),
+        (["--calibration", "STORY", "--context", "3"], "at least two rows of 16 tokens"),
+        (["--calibration", "STORY", "--context", "2000"], "fewer"),
+        (["--calibration", "STORY", "--bos", "none"], "name the one that the model was trained to see first"),
+        (["--calibration", "STORY", "--bos", "once upon"], "tokens and must be one"),
+        (["--calibration", "STORY", "--position", "G2", "--bias", "1"], "--bias, --position cannot be chosen"),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_written(flags, message, story, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = [str(story) if flag == "STORY" else flag for flag in flags]
+    assert main(["convert", str(STORIES), "out", "--policy", "transplant", *flags]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error, error
+    assert not list(tmp_path.iterdir())
+
+
+def test_calibration_without_the_policy_is_refused(story, tmp_path, capsys):
+    assert main(["convert", str(STORIES), str(tmp_path / "out"), "--calibration", str(story)]) == 2
+    assert "is for --policy transplant" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is fitted on text"):
+        convert_checkpoint(STORIES, tmp_path / "out", policy="transplant")
+
+
+def test_an_interrupted_transplant_leaves_nothing(story, tmp_path):
+    def interrupt(what, done, total):
+        if what == "matching layers" and done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        transplant_checkpoint(STORIES, tmp_path / "out", [story], tokens=600, context=60, progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_token_that_is_not_the_first_one_stays(tmp_path):
+    AutoTokenizer.from_pretrained(STORIES).save_pretrained(tmp_path)
+    assert not drop_first_token(tmp_path, 2)
+    assert AutoTokenizer.from_pretrained(tmp_path)("a")["input_ids"][0] == 1
+
+
+def test_a_loaded_model_of_another_type_is_taken_as_it_is():
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES).eval(), AutoTokenizer.from_pretrained(STORIES)
+    assert model.config.model_type == "llama"
+    gated, report = retrofit.transplant(model, tokenizer, [TEXT], tokens=600, context=60)
+    assert gated.config.model_type == "gated_llama"
+    assert report.sink.first_token == "<s>"
+    ids = torch.tensor(tokenizer.encode(TEXT, add_special_tokens=False)[900:960])
+    assert fidelity(gated, model, [ids], source_first=1).kl < 1
