@@ -38,6 +38,9 @@ def convert(
     layout: Annotated[
         Layout | None, typer.Option(help="How a source that has gates stores them, if not as its format says.")
     ] = None,
+    gate_scale: Annotated[
+        float, typer.Option(help="c of a source whose own gate is c * sigmoid; a power of two, folded into o_proj.")
+    ] = 1.0,
     dtype: Annotated[Dtype | None, typer.Option(help="Dtype to write; the source's by default.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
@@ -64,6 +67,7 @@ def convert(
             bias=bias,
             seed=seed,
             layout=layout,
+            gate_scale=gate_scale,
             dtype=dtype,
             max_shard_size=max_shard_size,
             revision=revision,
@@ -74,8 +78,8 @@ def convert(
 
 def next_step(report) -> str:
     """A command to paste into a shell."""
-    layout = (report.config.gate_retrofit or {}).get("layout")
-    if layout == "per_kv_group":  # the paper's release, which no class of Transformers loads
+    imported = "layout" in (report.config.gate_retrofit or {})
+    if imported and report.source_model_type not in ("qwen3_next", "qwen3_5_text"):  # no class loads it as it is
         return shlex.join(["gated-llama", "inspect", str(report.output)])
     return shlex.join(["gated-llama", "verify", report.source, str(report.output)])
 
