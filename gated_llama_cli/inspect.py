@@ -9,6 +9,12 @@ from .console import facts, hide_bars, out
 from .options import layer_ranges
 
 
+NO_GATE_WEIGHTS = {
+    "states": "none: the gated tensor is its own input",
+    "hidden_states": "stored as the model's own format stores them",
+}
+
+
 def register(app: typer.Typer):
     app.command()(inspect)
 
@@ -81,7 +87,7 @@ def gate_rows(found) -> dict[str, str]:
         ),
         "gated layers": f"{layer_ranges(found.gated_layers)} ({len(found.gated_layers)})",
         "scores": f"{heads} head(s) of width {width} for each token",
-        "gate weights": ", ".join(lives) or "none: the gated tensor is its own input",
+        "gate weights": ", ".join(lives) or NO_GATE_WEIGHTS[gate["gate_input"]],
         "gate parameters": f"{found.gate_parameters:,} ({found.gate_share:.2%})",
         **retrofit_rows(found.retrofit),
     }

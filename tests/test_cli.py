@@ -207,7 +207,7 @@ def test_every_axis_reaches_the_converter(cli, monkeypatch):
     monkeypatch.setattr("gated_llama.convert.convert_checkpoint", record)
     arguments = "--position query --granularity elementwise --activation silu --operation add --head-shared"
     arguments += " --gate-input constant --gate-bias --layers 1 --policy open --bias 4 --seed 7 --dtype bfloat16"
-    arguments += " --max-shard-size 1MB --revision main --layout per_head"
+    arguments += " --max-shard-size 1MB --revision main --layout per_head --gate-scale 2"
     assert cli("convert", "a", "b", *arguments.split())[0] == 2
     assert seen == {
         "source": "a",
@@ -223,6 +223,7 @@ def test_every_axis_reaches_the_converter(cli, monkeypatch):
         "policy": "open",
         "bias": 4.0,
         "layout": "per_head",
+        "gate_scale": 2.0,
         "seed": 7,
         "dtype": "bfloat16",
         "max_shard_size": "1MB",

@@ -80,6 +80,11 @@ FEATURES = {
     "all biases": ({"gate_bias": True, "qkv_bias": True, "o_bias": True}, ("paper",)),
     "only the bias of o_proj": ({"o_bias": True}, ("paper",)),
     "gate in float32": ({"gate_in_fp32": True}, GATED_TARGETS),
+    "shared gate": ({"gate_head_shared": True}, GATED_TARGETS),
+    "shared elementwise gate with a bias": (
+        {"gate_head_shared": True, "gate_granularity": "elementwise", "gate_bias": True},
+        (*QWEN, "paper"),
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from checkpoints import change_config
 from export_models import QWEN, ROTARY, build
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +16,6 @@ REFUSALS = {
     "additive gate": ({"gate_operation": "add"}, "qwen3_5_text", "gate_operation='add'"),
     "other score": ({"gate_activation": "ns_sigmoid"}, "afmoe", "gate_activation='ns_sigmoid'"),
     "constant gate": ({"gate_input": "constant"}, "paper", "gate_input='constant'"),
-    "shared score": ({"gate_head_shared": True}, "step3p5", "gate_head_shared=True"),
     "normed output": ({"sdpa_output_norm": True}, "qwen3_next", "sdpa_output_norm=True"),
     "no gate": ({"gate_position": None}, "qwen3_5_text", "no gate"),
     "bias of o_proj": ({"o_bias": True}, "qwen3_5_text", "o_proj bias"),
@@ -71,6 +71,14 @@ def test_float16_and_neutral_norms(target, tmp_path):
     if target != "afmoe":
         report = export_checkpoint(tmp_path / "normed", tmp_path / "out", target=target, dtype="float16")
         assert report.never_quantise == []
+
+
+def test_a_quantised_model_is_refused(tmp_path):
+    build(tmp_path / "source")
+    change_config(tmp_path / "source", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ValueError, match="is quantised: export the unquantised model"):
+        export_checkpoint(tmp_path / "source", tmp_path / "out", target="qwen3_5_text")
+    assert not (tmp_path / "out").exists()
 
 
 def test_interrupted_export_leaves_nothing(tmp_path, monkeypatch):

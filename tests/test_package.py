@@ -148,6 +148,24 @@ def test_file_and_class_names():
     }
 
 
+def test_names_of_the_conversion(run_fresh):
+    code = """
+        import sys
+        from gated_llama import convert
+        assert convert.__all__ == ["ConversionReport", "ExportReport", "convert_checkpoint", "export_checkpoint"]
+        assert "gated_llama.convert.export" not in sys.modules
+        assert all(callable(getattr(convert, name)) for name in convert.__all__)
+        from gated_llama.convert import ExportReport, export_checkpoint
+        assert export_checkpoint.__module__ == ExportReport.__module__ == "gated_llama.convert.export"
+        try:
+            convert.nothing
+        except AttributeError as error:
+            assert "has no attribute 'nothing'" in str(error)
+    """
+    result = run_fresh(code)
+    assert result.returncode == 0, result.stderr
+
+
 def test_weight_names_and_shapes(tiny_model):
     layer = "model.layers.2."
     everything = {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True, "sdpa_output_norm": True}

@@ -1,10 +1,7 @@
 """Conversion of a checkpoint: source tensors in, gated checkpoint out, one tensor at a time."""
 
-import contextlib
-import errno
 import inspect
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +15,12 @@ from .. import __version__, configuration_gated, modeling_gated
 from ..configuration_gated import GatedLlamaConfig
 from ..hub import model_card
 from ..modeling_gated import GatedLlamaForCausalLM
-from .imports import GatedSource, source_for
+from .exported import without_added_layer
+from .gated_source import GatedSource
+from .imports import source_for
+from .layouts import fold_scale
 from .opening import Checkpoint, open_checkpoint
+from .output_folder import building, check_output
 from .policies import GateStart, plan_start
 from .sources import Origin, decoder_fields
 from .tensor_files import DTYPES, FileRange, one_line, plan_shards, write_shards
@@ -103,6 +104,7 @@ def convert_checkpoint(
     bias: float | None = None,
     seed: int = 0,
     layout: str | None = None,
+    gate_scale: float = 1.0,
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     revision: str | None = None,
@@ -110,7 +112,8 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """
     Converts a checkpoint of type llama, qwen2, qwen3, mistral or smollm3 into a gated one, or takes over the gate of
-    one that has it already: the paper release, qwen3_next, qwen3_5_text, step3p5 (`imports` says how far).
+    one that has it already: the paper release, qwen3_next, qwen3_5_text, step3p5 and afmoe (`imports` says how far),
+    what `export_checkpoint` wrote, and state dicts of other code (`state_dicts`).
 
     Tensors are streamed; the folder appears under its name only when it is complete.
 
@@ -125,7 +128,9 @@ def convert_checkpoint(
         bias: the start of policy `"open"`.
         seed: seed of policy `"normal"`.
         layout: how the source stores a gate of its own, a name of `layouts.LAYOUTS`; `None` for what its format
-            declares. The options above describe a gate to add, and are refused for such a source.
+            declares. The options above describe a gate to add, and are refused for such a source. For a plain
+            architecture, the layout of the gate that its tensors hold (see `state_dicts`).
+        gate_scale: c of a source whose own gate multiplies by c sigmoid(u), a power of two; it is folded into o_proj.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; `None` keeps the source's (float32 for GGUF).
         max_shard_size: largest file, in bytes or such as `"5GB"`.
         revision: branch, tag or commit of a Hub source.
@@ -149,7 +154,7 @@ def convert_checkpoint(
     }
     checkpoint = open_checkpoint(source, revision)
     start = {"policy": policy, "bias": bias, "gate_bias": gate_bias, "seed": seed}
-    plan = make_plan(checkpoint, gate, start, layout=layout, dtype=dtype)
+    plan = make_plan(checkpoint, gate, start, layout=layout, gate_scale=gate_scale, dtype=dtype)
     plan_shards(plan.targets, max_shard_size)
     with building(output, sum(target.nbytes for target in plan.targets.values())) as folder:
         tokenizer_class, notes = write_files(plan, folder, output)
@@ -157,7 +162,7 @@ def convert_checkpoint(
     return ConversionReport(
         output=output,
         source=str(source),
-        source_model_type=checkpoint.raw_config["model_type"],
+        source_model_type=plan.checkpoint.raw_config["model_type"],
         config=plan.config,
         tensors_read=len({origin.source for origin in plan.origins.values()}),
         tensors_written=len(plan.targets),
@@ -170,16 +175,29 @@ def convert_checkpoint(
 
 
 def make_plan(
-    checkpoint: Checkpoint, gate: Mapping[str, Any], start_options: Mapping[str, Any], *, layout: str | None, dtype
+    checkpoint: Checkpoint,
+    gate: Mapping[str, Any],
+    start_options: Mapping[str, Any],
+    *,
+    layout: str | None,
+    gate_scale: float = 1.0,
+    dtype: str | torch.dtype | None,
 ) -> Plan:
     """Decides configuration, start and the origin of every tensor; ValueError where the source does not fit."""
+    checkpoint, added = without_added_layer(checkpoint)
     raw = checkpoint.raw_config
     record = source_for(raw, layout)
     fields = decoder_fields(record, raw)
     imported = isinstance(record, GatedSource)
     if imported:
         refuse_request(record.model_type, {**gate, **start_options})
-        start = record.start(checkpoint.reader, fields)
+        fold_scale(torch.ones(()), gate_scale)  # refuses what is no power of two
+        record, fields = record.settled(checkpoint.reader, fields)
+        start = record.start(checkpoint.reader, fields, gate_scale)
+    elif gate_scale != 1:
+        raise ValueError(
+            f"gate_scale={gate_scale} belongs to a source with a gate, and this {record.model_type} has none."
+        )
     else:
         fields |= gate
         start = plan_start(build_config(fields), **start_options)
@@ -198,7 +216,7 @@ def make_plan(
     kept = {name: targets[name].to(origin.dtype) for name, origin in origins.items() if origin.dtype}
     if kept and dtype != torch.float32:
         notes = [*notes, KEPT_DTYPE.format(kept=len(kept), dtype=str(dtype).removeprefix("torch."))]
-    plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes))
+    plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes) + added)
     check_tensors(plan, record.dropped_tensors)
     return plan
 
@@ -366,67 +384,6 @@ def convert_part(name: str, part: torch.Tensor, dtype: torch.dtype, factor: floa
 def is_finite(tensor: torch.Tensor) -> bool:
     # The extremes carry every nan and infinity, at a tenth of the time of an elementwise test.
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
-
-
-def check_output(output: Path, source: str | Path) -> Path:
-    """The absolute output folder, links resolved; ValueError unless it is free and apart from the source."""
-    output = output.expanduser().absolute()
-    if output.is_symlink():
-        if not output.exists():
-            raise ValueError(f"Output {output} is a link to {output.resolve()}, which does not exist: make it first.")
-        output = output.resolve()
-    if output.is_file():
-        raise ValueError(f"Output {output} is a file: name a folder that does not exist yet.")
-    if output.is_dir() and any(output.iterdir()):
-        raise ValueError(f"Output folder {output} is not empty: name another one, or remove it first.")
-    origin = Path(source).expanduser().resolve()
-    if origin.exists() and (output.resolve() == origin or origin in output.resolve().parents):
-        raise ValueError(f"Output {output} lies in the source {origin}, which is never changed: name another folder.")
-    return output
-
-
-class building:
-    """
-    A folder beside `output` that takes its name when the block ends well and vanishes otherwise.
-
-    Raises OSError right away when the file system has no room for `size` bytes.
-    """
-
-    def __init__(self, output: Path, size: int):
-        self.output = output
-        self.size = size
-        self.folder = output.parent / f".{output.name}.partial-{secrets.token_hex(4)}"
-        # Parents that do not exist yet, innermost first: they go again when the conversion fails.
-        self.parents = [parent for parent in output.parents if not parent.exists()]
-
-    def __enter__(self) -> Path:
-        try:
-            self.folder.mkdir(parents=True)
-            free = shutil.disk_usage(self.folder).free
-            if free < self.size:
-                raise OSError(
-                    errno.ENOSPC, f"{self.output.parent} has {free:,} bytes free and the result needs {self.size:,}"
-                )
-        except BaseException:
-            self.discard()
-            raise
-        return self.folder
-
-    def __exit__(self, error_type, error, traceback) -> None:
-        try:
-            if error_type is None:
-                if self.output.exists():
-                    self.output.rmdir()  # empty, see check_output
-                self.folder.rename(self.output)
-        finally:
-            if self.folder.exists():
-                self.discard()
-
-    def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for parent in self.parents:
-            with contextlib.suppress(OSError):  # never made, or in use by now
-                parent.rmdir()
 
 
 def write_files(plan: Plan, folder: Path, output: Path) -> tuple[str | None, list[str]]:

@@ -5,25 +5,13 @@ where `layout` says (see `layouts.LAYOUTS`). The layout is part of the format an
 known to deviate can be converted with another one (`convert_checkpoint(..., layout=...)`).
 """
 
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
-from . import sources
-from .layouts import (
-    CONFUSABLE,
-    HeadGeometry,
-    get_layout,
-    implausible_layout,
-    layout_contrasts,
-    norm_from_zero_centred,
-)
-from .policies import GateStart
+from . import sources, state_dicts
+from .gated_source import GatedSource
 from .sources import (
     ATTENTION_BIAS,
     COMMON_FIELDS,
@@ -31,100 +19,14 @@ from .sources import (
     QWEN_WINDOW_READS,
     QWEN_WINDOWS,
     Ignored,
-    Origin,
     Source,
     check_rope,
     window_of,
 )
-from .tensor_files import SafetensorsReader
 
 
-@dataclass(frozen=True)
-class GatedSource(Source):
-    """
-    A source architecture with a gate; `fields` give the gate's fields too.
-
-    Args:
-        layout: name of the row order of q_proj in `LAYOUTS`; "separate" for a gate in tensors of its own.
-        zero_centred: norms are stored as w with the gain 1 + w.
-    """
-
-    layout: str = "separate"
-    zero_centred: bool = False
-
-    def origins(self, names: Iterable[str], fields: Mapping[str, Any]) -> dict[str, Origin]:
-        """Where each target comes from; query and gate may share a source tensor."""
-        return {name: self._origin(name, geometry_of(fields)) for name in names}
-
-    def _origin(self, name: str, geometry: HeadGeometry) -> Origin:
-        projection = re.fullmatch(r"(.+\.self_attn\.)([qg])_proj\.(weight|bias)", name)
-        if projection and self.layout != "separate":
-            prefix, part, kind = projection.groups()
-            return Origin(f"{prefix}q_proj.{kind}", partial(take, self.layout, geometry, part))
-        if self.zero_centred and name.endswith("norm.weight"):
-            return Origin(name, norm_from_zero_centred, torch.float32)
-        return Origin(name)
-
-    def with_layout(self, layout: str) -> "GatedSource":
-        """This record for a checkpoint whose q_proj is laid out as `layout`, a row order of the same shape."""
-        get_layout(layout)
-        layout = layout.replace("-", "_")
-        allowed = CONFUSABLE if self.layout in CONFUSABLE else (self.layout,)
-        if layout not in allowed:
-            raise ValueError(
-                f"layout={layout!r} does not fit a {self.model_type} checkpoint, which stores its gate as "
-                f"{self.layout!r}; possible are {', '.join(allowed)}."
-            )
-        return replace(self, layout=layout)
-
-    def start(self, reader: SafetensorsReader, fields: Mapping[str, Any]) -> GateStart:
-        """What takes the place of a policy: the source's gate as it is, and what to say about it."""
-        note = f"The source's own gate was taken over ({fields['gate_granularity']}, stored as {self.layout!r}); "
-        notes = [note + "nothing was initialised or folded.", self.doubt(reader, fields)]
-        return ImportedGate(
-            "imported", gate_bias=fields["gate_bias"], layout=self.layout, notes=tuple(filter(None, notes))
-        )
-
-    def doubt(self, reader: SafetensorsReader, fields: Mapping[str, Any], sample: int = 8) -> str | None:
-        """
-        One sentence when the sizes of the rows speak for another layout, from up to `sample` layers.
-
-        Raises: ValueError when a fused tensor has not the rows of this layout.
-        """
-        if self.layout not in CONFUSABLE:
-            return None
-        layers, contrasts = fields["num_hidden_layers"], []
-        for layer in sorted({index * layers // min(sample, layers) for index in range(min(sample, layers))}):
-            name = f"model.layers.{layer}.self_attn.q_proj.weight"
-            try:
-                contrasts.append(layout_contrasts(reader.read(name), geometry_of(fields)))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-        likely = implausible_layout(self.layout, contrasts)
-        return likely and (
-            f"Query and gate rows of q_proj look as if they were laid out as {likely!r} instead of the declared "
-            f"{self.layout!r}; gated_llama.convert.layout_check.layout_losses tells on a text which of them fits."
-        )
-
-
-@dataclass(frozen=True)
-class ImportedGate(GateStart):
-    """The gate of a source, as it is: nothing starts and nothing is folded."""
-
-    layout: str = ""
-
-    def record(self, source_model_type: str, package_version: str) -> dict[str, Any]:
-        return super().record(source_model_type, package_version) | {"layout": self.layout}
-
-
-def geometry_of(fields: Mapping[str, Any]) -> HeadGeometry:
-    heads, head_dim = fields["num_attention_heads"], fields["head_dim"]
-    width = 1 if fields["gate_granularity"] == "headwise" else head_dim
-    return HeadGeometry(heads, fields["num_key_value_heads"] or heads, head_dim, width)
-
-
-def take(layout: str, geometry: HeadGeometry, part: str, tensor: torch.Tensor) -> torch.Tensor:
-    return get_layout(layout).split(tensor, geometry)[part]
+# The norms that exports make neutral where the model has none, and the linear maps before them.
+QK_NORMS = {"self_attn.q_norm.weight": "self_attn.q_proj", "self_attn.k_norm.weight": "self_attn.k_proj"}
 
 
 def gate(granularity: Callable[[PreTrainedConfig], str], bias: Callable[[PreTrainedConfig], bool]) -> dict[str, Any]:
@@ -286,6 +188,7 @@ def qwen_gated(model_type: str) -> GatedSource:
         check_rotary=check_text_rotary,
         layout="per_head",
         zero_centred=True,
+        qk_norms=QK_NORMS,
     )
 
 
@@ -392,9 +295,70 @@ STEP = GatedSource(
     refuse=refuse_step,
     check_rotary=check_step_rotary,
     zero_centred=True,
+    qk_norms=QK_NORMS,
 )
 
-GATED_SOURCES = {source.model_type: source for source in (qwen_gated("qwen3_next"), qwen_gated("qwen3_5_text"), STEP)}
+
+def refuse_afmoe(config: PreTrainedConfig) -> str | None:
+    if config.mup_enabled:
+        return "mup_enabled multiplies the embeddings by sqrt(hidden_size), and this decoder takes them as they are"
+    full = [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    if full:
+        return f"its full-attention layers {full} do not rotate, and every layer of this decoder does"
+    sparse = list(range(config.num_dense_layers, config.num_hidden_layers))
+    return f"layers {sparse} are mixtures of experts, and every layer of this decoder is dense" if sparse else None
+
+
+def afmoe_window(config: PreTrainedConfig) -> int | None:
+    """None for a window that holds the whole context: AFMoE rotates in sliding layers only."""
+    window = config.sliding_window
+    return window if window is not None and window < config.max_position_embeddings else None
+
+
+AFMOE = GatedSource(
+    "afmoe",
+    COMMON_FIELDS
+    | ATTENTION_BIAS
+    | {"qk_norm": lambda config: True, "sliding_window": afmoe_window}
+    | gate(lambda config: "elementwise", lambda config: False),
+    frozenset(
+        {
+            "attention_bias",
+            "global_attn_every_n_layers",
+            "layer_types",
+            "mup_enabled",
+            "num_dense_layers",
+            "sliding_window",
+        }
+    ),
+    ignored={
+        name: Ignored(NO_EXPERTS)
+        for name in (
+            "load_balance_coeff",
+            "moe_intermediate_size",
+            "n_group",
+            "num_expert_groups",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_limited_groups",
+            "num_shared_experts",
+            "output_router_logits",
+            "route_norm",
+            "route_scale",
+            "score_func",
+            "topk_group",
+            "use_grouped_mm",
+        )
+    },
+    refuse=refuse_afmoe,
+    renames={"self_attn.g_proj": "self_attn.gate_proj", "post_attention_layernorm": "pre_mlp_layernorm"},
+    qk_norms=QK_NORMS,
+    output_norms={"post_attention_layernorm.weight": "self_attn.o_proj", "post_mlp_layernorm.weight": "mlp.down_proj"},
+)
+
+GATED_SOURCES = {
+    source.model_type: source for source in (qwen_gated("qwen3_next"), qwen_gated("qwen3_5_text"), STEP, AFMOE)
+}
 
 OUTPUT_NORMS = "its layers also normalise what attention and MLP write, and this decoder has no norm there"
 LATENT_ATTENTION = "its keys and values come from a shared latent (MLA), and this decoder projects them from the input"
@@ -402,7 +366,6 @@ PARTS = "it holds more than a language model: save its text model alone"
 
 # Gated architectures that have no representation here, whatever the values in their config.json.
 NOT_REPRESENTABLE = {
-    "afmoe": f"{OUTPUT_NORMS}, and its full-attention layers do not rotate",
     "axk2": f"its gate reads a latent of the query instead of the hidden state, and {LATENT_ATTENTION}",
     "bailing_hybrid": LATENT_ATTENTION,
     "beam": OUTPUT_NORMS,
@@ -426,12 +389,13 @@ NOT_REPRESENTABLE = {
 
 def source_for(raw: Mapping[str, Any], layout: str | None = None) -> Source:
     """The record for a raw config.json, with another `layout` if one is given; ValueError says why there is none."""
+    flag = state_dicts.declared_layout(raw)
+    raw = {name: value for name, value in raw.items() if name not in state_dicts.DECLARED_LAYOUTS}
     record = declared_source(raw)
-    if layout is None:
-        return record
-    if not isinstance(record, GatedSource):
-        raise ValueError(f"layout={layout!r} is given, and this {record.model_type} source has no gate.")
-    return record.with_layout(layout)
+    if isinstance(record, GatedSource):
+        return record.with_layout(layout) if layout else record
+    layout = layout or flag
+    return state_dicts.gated(record, layout) if layout else record
 
 
 def declared_source(raw: Mapping[str, Any]) -> Source:
@@ -440,4 +404,4 @@ def declared_source(raw: Mapping[str, Any]) -> Source:
         raise ValueError(f"Sources of model type {model_type!r} cannot be converted: {reason}.")
     if model_type == "qwen3" and not PAPER_READS.isdisjoint(raw.keys() - QWEN_WINDOW_READS):
         return PAPER_GATED if any(raw.get(name) for name in PAPER_FLAGS) else PAPER_BASELINE
-    return GATED_SOURCES.get(model_type) or sources.source_for(raw)
+    return GATED_SOURCES.get(model_type) or sources.source_for(raw, GATED_SOURCES)

@@ -13,8 +13,9 @@ from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
 from ..configuration_gated import GatedLlamaConfig
 from .checkpoint import GATE_TENSOR, build_config, expected_tensors
+from .imports import source_for
 from .opening import open_checkpoint
-from .sources import decoder_fields, source_for
+from .sources import decoder_fields
 from .tensor_files import DTYPES, TensorInfo, read_json
 
 
@@ -69,7 +70,7 @@ class Inspection:
     decoder, gate: fields of `GatedLlamaConfig`; gate is empty for a model without one.
     gated_layers, gate_shape: indices; (heads, width) of the scores of one token.
     parameters: of the whole model, tied weights once; gate_parameters: of the gates among them.
-    gate_tensors: weight name with `*` for the layer -> shape.
+    gate_tensors: weight name with `*` for the layer -> shape; empty where another format stores the gate.
     retrofit: the conversion's own record: its policy, and what it folded into other weights.
     dtypes: dtype -> parameters stored in it (de-quantised, for GGUF). files: file -> bytes.
     offers: what a conversion would add at G1, for a plain model.
@@ -126,13 +127,15 @@ def inspect_checkpoint(model: str | Path, revision: str | None = None) -> Inspec
         parameters=count(shapes),
         gate_parameters=gate_parameters(config),
         gate_tensors={
-            re.sub(r"\.\d+\.", ".*.", name): list(shape) for name, shape in shapes.items() if GATE_TENSOR.search(name)
+            re.sub(r"\.\d+\.", ".*.", name): list(shape)
+            for name, shape in shapes.items()
+            if GATE_TENSOR.search(name) and raw["model_type"] == GatedLlamaConfig.model_type
         },
         retrofit=config.gate_retrofit,
         dtypes=stored_dtypes(tensors),
         files=stored_files(tensors),
         offers=[]
-        if raw["model_type"] == GatedLlamaConfig.model_type
+        if gated or raw["model_type"] == GatedLlamaConfig.model_type
         else [offer(config, granularity) for granularity in ("headwise", "elementwise")],
         problems=compare_tensors(shapes, tensors) if raw["model_type"] == GatedLlamaConfig.model_type else [],
     )
@@ -153,7 +156,7 @@ def read_headers(model: str | Path, revision: str | None) -> tuple[dict[str, Any
 
 
 def read_config(raw: Mapping[str, Any]) -> GatedLlamaConfig:
-    """The configuration of a gated checkpoint, or the ungated one of a plain checkpoint."""
+    """The configuration of a gated checkpoint of any format, or the ungated one of a plain checkpoint."""
     if raw.get("model_type") == GatedLlamaConfig.model_type:
         return build_config({name: value for name, value in raw.items() if name != "model_type"})
     return build_config(decoder_fields(source_for(raw), raw))

@@ -17,9 +17,9 @@ Weights are [rows, columns] as `nn.Linear` holds them and biases are [rows]; row
 both. Head h of a projection is `head_dim` rows, or a single row in a headwise gate. Several layouts have the same
 shape, so nothing here infers one: callers name it, and `layout_contrasts` only says how plausible a name looks.
 
-Checkpoints that are no folders of Transformers are taken apart with the same functions and loaded by name: Megatron's
-linear_qkv as "megatron" or "megatron_tail" (then `merge_elementwise` where a headwise gate was stored with its row
-repeated), OLMo-core's w_q and w_g as they are, narrow gates with `widen_gate`, and a gate that multiplies by
+State dicts of Megatron, OLMo-core and others are converted as folders (see `state_dicts`). Single tensors are taken
+apart with the same functions: Megatron's linear_qkv as "megatron" or "megatron_tail" (then `merge_elementwise` where a
+headwise gate was stored with its row repeated), narrow gates with `widen_gate`, and a gate that multiplies by
 2 sigmoid(u) with `fold_scale(o_proj, 2)`.
 """
 

@@ -274,19 +274,26 @@ SOURCES = {
 }
 
 
-def source_for(raw: Mapping[str, Any]) -> Source:
-    """The record for a raw config.json; ValueError names what is not supported."""
+def source_for(raw: Mapping[str, Any], gated: Iterable[str] = ()) -> Source:
+    """
+    The record for a raw config.json; ValueError names what is not supported.
+
+    Args:
+        gated: the types that bring a gate of their own, which are supported as well.
+    """
     model_type = raw.get("model_type")
     if model_type == "gated_llama":
         raise ValueError("The source is a gated_llama checkpoint already: load it with from_pretrained as it is.")
     if flags := [name for name in GATE_FLAGS if raw.get(name)]:
         raise ValueError(
-            f"The source declares a gate of its own ({flags[0]}={raw[flags[0]]!r}), stored in another layout, which "
-            "this version does not import. Convert the ungated base model instead."
+            f"The source declares a gate of its own ({flags[0]}={raw[flags[0]]!r}), and the format of {model_type} "
+            "has no place for one. If you know how it is stored, remove the flag from a copy of config.json and name "
+            "the layout; otherwise convert the ungated base model."
         )
     if model_type not in SOURCES:
         raise ValueError(
-            f"Sources of model type {model_type!r} cannot be converted; supported are {', '.join(sorted(SOURCES))}."
+            f"Sources of model type {model_type!r} cannot be converted; supported are "
+            f"{', '.join(sorted({*SOURCES, *gated}))}."
         )
     return SOURCES[model_type]
 
