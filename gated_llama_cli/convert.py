@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from . import transplant
 from .console import byte_progress, facts, hide_bars, out
 from .options import Activation, Dtype, GateInput, Granularity, Layout, Operation, Policy, Position, layer_list
 
@@ -16,6 +17,7 @@ def register(app: typer.Typer):
 
 
 def convert(
+    ctx: typer.Context,
     source: Annotated[str, typer.Argument(help="Hub id, folder or .gguf file of a plain checkpoint.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new or empty.")],
     position: Annotated[
@@ -31,10 +33,18 @@ def convert(
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Gated layers, such as 0-3,8; all by default.")] = None,
     policy: Annotated[
-        Policy, typer.Option(help="identity: provably the same model; open: scores near 1; normal: random gates.")
+        Policy,
+        typer.Option(
+            help="identity: provably the same model; open: scores near 1; normal: random gates; transplant: the sink "
+            "becomes gates."
+        ),
     ] = "identity",
     bias: Annotated[float | None, typer.Option(help="Start of the gate's bias, for policy open.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of policy normal.")] = 0,
+    calibration: transplant.Calibration = None,
+    tokens: transplant.Tokens = 32768,
+    context: transplant.Context = 511,
+    bos: transplant.FirstToken = "auto",
     layout: Annotated[
         Layout | None, typer.Option(help="How a source that has gates stores them, if not as its format says.")
     ] = None,
@@ -46,31 +56,19 @@ def convert(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
 ):
     """Give a plain checkpoint a gate in its attention."""
-    chosen_layers = layer_list(layers)
     hide_bars()
+    options = {name: value for name, value in ctx.params.items() if name not in transplant.OPTIONS}
+    options["layers"] = layer_list(layers)
+    if policy == "transplant":
+        transplant.run(ctx)
+        return
+    transplant.refuse_options(ctx)
     from gated_llama.convert import convert_checkpoint
 
     with byte_progress() as bar:
         task = bar.add_task("converting", total=None, tensor="")
         report = convert_checkpoint(
-            source,
-            output,
-            position=position,
-            granularity=granularity,
-            head_shared=head_shared,
-            operation=operation,
-            activation=activation,
-            gate_input=gate_input,
-            gate_bias=gate_bias,
-            layers=chosen_layers,
-            policy=policy,
-            bias=bias,
-            seed=seed,
-            layout=layout,
-            gate_scale=gate_scale,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            revision=revision,
+            **options,
             progress=lambda done, total, name: bar.update(task, completed=done, total=total, tensor=name),
         )
     show(report)

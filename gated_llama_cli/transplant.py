@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -12,24 +13,47 @@ from .diagnose import Steps, print_table
 
 SHOWN_LINES = 10  # progress lines of one kind of work where stderr is no terminal
 
+Calibration = Annotated[
+    list[Path] | None, typer.Option(help="Policy transplant: .txt or .jsonl text to fit on; can be repeated.")
+]
+Tokens = Annotated[int, typer.Option(help="Policy transplant: calibration tokens in all.")]
+Context = Annotated[int, typer.Option(help="Policy transplant: tokens in a row.")]
+FirstToken = Annotated[str, typer.Option("--bos", help="Policy transplant: the first token that carries the sink.")]
 
-def run(source: str, output: Path, calibration: list[Path], others: dict, **options):
-    """Transplants and shows the report. others: options of `convert` that differ from their defaults, refused here."""
-    if others:
+# Options of `convert` that are this policy's own, and those of the others that it shares.
+OPTIONS = ("calibration", "tokens", "context", "bos")
+SHARED = ("source", "output", "granularity", "dtype", "max_shard_size", "revision")
+
+
+def flags(ctx: typer.Context, names) -> str:
+    """Those of the named options that were given, as they are written."""
+    given = (name for name in sorted(names) if ctx.get_parameter_source(name).name == "COMMANDLINE")
+    return ", ".join(f"--{name.replace('_', '-')}" for name in given)
+
+
+def refuse_options(ctx: typer.Context):
+    """For the other policies."""
+    if given := flags(ctx, OPTIONS):
+        raise typer.BadParameter("is for --policy transplant", param_hint=given)
+
+
+def run(ctx: typer.Context):
+    """Transplants and shows the report."""
+    if others := flags(ctx, ctx.params.keys() - {*OPTIONS, *SHARED, "policy"}):
         raise typer.BadParameter(
-            f"{', '.join(sorted(others))} cannot be chosen: a transplant writes sigmoid gates at G1 that multiply",
-            param_hint="--policy transplant",
+            "a transplant writes sigmoid gates at G1 that multiply, in all layers", param_hint=others
         )
-    if not calibration:
+    if not ctx.params["calibration"]:
         raise typer.BadParameter(
             "a transplant is fitted on text: name one or more .txt or .jsonl files with --calibration",
             param_hint="--policy transplant",
         )
     from gated_llama.retrofit.deliver import transplant_checkpoint
 
-    with Steps(source) as steps:
-        report = transplant_checkpoint(source, output, calibration, progress=told(steps), **options)
-    show(report, source, output)
+    options = {name: ctx.params[name] for name in (*OPTIONS, *SHARED)}
+    with Steps(options["source"]) as steps:
+        report = transplant_checkpoint(**options, progress=told(steps))
+    show(report, options["source"], options["output"])
 
 
 def told(steps: Steps):

@@ -255,7 +255,10 @@ def test_the_measured_result_is_what_the_folder_holds(delivered, story, tmp_path
         (["--calibration", "STORY", "--context", "2000"], "fewer"),
         (["--calibration", "STORY", "--bos", "none"], "name the one that the model was trained to see first"),
         (["--calibration", "STORY", "--bos", "once upon"], "tokens and must be one"),
-        (["--calibration", "STORY", "--position", "G2", "--bias", "1"], "--bias, --position cannot be chosen"),
+        (
+            ["--calibration", "STORY", "--position", "G2", "--bias", "1"],
+            "--bias, --position: a transplant writes sigmoid gates",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_written(flags, message, story, tmp_path, capsys, monkeypatch):
