@@ -18,16 +18,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from .console import err, hide_bars, out
+from .transplant import show as show_transplant
 
 
 if TYPE_CHECKING:
     from gated_llama.convert.loading import Loadable
+    from gated_llama.retrofit import TransplantReport
 
 
 QUESTION = "Why is the sky blue? Answer in one sentence."
 NEW_TOKENS = 40
 MARKER = "demo.json"
-GATED, SAVED_AGAIN = "gated", "saved-again"
+GATED, SAVED_AGAIN, TRANSPLANTED = "gated", "saved-again", "transplanted"
+PICTURE = "sink.png"
+
+# Of the built-in text: eight rows to fit on, and what is left of it to measure on.
+TRANSPLANT = {"tokens": 4088, "context": 511}
+FIRST_TOKEN = "<|endoftext|>"  # what SmolLM2 and Qwen saw between documents; others have a token of their own
 
 
 def register(app: typer.Typer):
@@ -53,6 +60,7 @@ def demo(
     run.step("verify", verify)
     run.step("generate", generate)
     run.step("save again, load elsewhere", load_elsewhere)
+    run.step("transplant the sink", transplant)
     (folder / MARKER).write_text(
         json.dumps({"source": source, "steps": [asdict(step) for step in run.steps]}, indent=2)
     )
@@ -82,6 +90,7 @@ class Run:
     folder: Path
     steps: list[Step] = field(default_factory=list)
     answer: str = ""
+    report: "TransplantReport | None" = None
     say: Callable[[str], None] = lambda line: None
 
     @property
@@ -115,9 +124,9 @@ def prepare(folder: Path, overwrite: bool):
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file() and not overwrite:
         raise ValueError(
             f"--out {folder} holds files that no demonstration made: name another folder, or pass --overwrite to "
-            f"replace {GATED}/ and {SAVED_AGAIN}/ in it."
+            f"replace {GATED}/, {SAVED_AGAIN}/ and {TRANSPLANTED}/ in it."
         )
-    for name in (GATED, SAVED_AGAIN):
+    for name in (GATED, SAVED_AGAIN, TRANSPLANTED):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -218,6 +227,42 @@ def clean_process(folder: Path, ids_file: Path, logits_file: Path, modules: str)
     )
 
 
+def transplant(run: Run) -> Outcome:
+    """The sink becomes gates, fitted on the built-in text; a model without one keeps its identity gates."""
+    if not run.source.has_tokenizer:
+        return Outcome(True, "left out: the source has no tokenizer, so there is no text to fit on")
+    from gated_llama.diagnostics import corpus
+    from gated_llama.retrofit import transplant_checkpoint
+
+    named = len(run.source.load_tokenizer().encode(FIRST_TOKEN, add_special_tokens=False)) == 1
+    try:
+        run.report = transplant_checkpoint(
+            run.source.name,
+            run.folder / TRANSPLANTED,
+            [Path(corpus.__file__).with_name("sample.txt")],
+            bos=FIRST_TOKEN if named else "auto",
+            progress=lambda what, done, total: run.say(f"{what}, {done} of {total}"),
+            **TRANSPLANT,
+        )
+    except ValueError as error:
+        return Outcome(True, f"left out: {error}")
+    before, after = (run.report.measures[name] for name in ("source", "result"))
+    found = f"first-token attention {before['first_token_attention']:.3f} -> {after['first_token_attention']:.3f}, "
+    found += f"largest activation {before['max_activation']:,.0f} -> {after['max_activation']:,.0f}"
+    return Outcome(True, found + draw(run, before, after))
+
+
+def draw(run: Run, before: dict, after: dict) -> str:
+    from gated_llama.retrofit.figures import before_and_after
+
+    try:
+        figure = before_and_after({Path(run.source.name).name: before, "transplanted": after})
+    except ValueError as error:  # no matplotlib
+        return f"; no picture: {error}"
+    figure.savefig(run.folder / PICTURE, dpi=150)
+    return f"; picture: {PICTURE}"
+
+
 def show(run: Run):
     table = Table(title=f"gated-llama demo: {escape(Path(run.source.name).name)}", title_justify="left")
     table.add_column("step")
@@ -230,6 +275,8 @@ def show(run: Run):
     table.add_section()
     table.add_row("", "", f"{sum(step.seconds for step in run.steps):.1f}")
     out.print(table)
+    if run.report is not None:
+        show_transplant(run.report, run.source.name, run.folder / TRANSPLANTED)
     if run.answer:
         out.print(f"{QUESTION}\n[italic]{escape(run.answer)}[/]\n")
     out.print(

@@ -461,9 +461,23 @@ def test_demo_on_a_small_model(cli, source, tmp_path):
     for part in ("float32: bitwise equal", "bfloat16: bitwise equal", "greedy tokens from both", "remote code"):
         assert part in out
     record = json.loads((out_folder / demo_command.MARKER).read_text())
-    assert [step["passed"] for step in record["steps"]] == [True] * 4
+    assert [step["passed"] for step in record["steps"]] == [True] * 5
+    assert "no tokenizer" in record["steps"][-1]["result"]
     model = AutoModelForCausalLM.from_pretrained(out_folder / "saved-again")
     assert isinstance(model, GatedLlamaForCausalLM)
+
+
+def test_demo_ends_with_a_transplant(cli, tmp_path, monkeypatch):
+    monkeypatch.setitem(demo_command.TRANSPLANT, "tokens", 600)
+    monkeypatch.setitem(demo_command.TRANSPLANT, "context", 63)
+    stories = Path(__file__).parent / "data" / "stories260K"
+    code, out, err = cli("demo", "--model", stories, "--out", tmp_path / "demo")
+    assert code == 0, out + err
+    last = json.loads((tmp_path / "demo" / demo_command.MARKER).read_text())["steps"][-1]
+    assert "picture: sink.png" in last["result"]
+    assert "Sink transplant, on text that was kept back" in out
+    assert (tmp_path / "demo" / demo_command.PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "transplanted").config.o_bias
 
 
 def test_demo_replaces_its_own_files_only(tmp_path):
