@@ -1,10 +1,11 @@
 """
 Models and texts for the recipes of this folder, in a folder of their own:
 
-    prepare.py WORK --data DATA [--model MODEL.gguf]     SmolLM2-135M-Instruct, texts from DATA/<domain>/train.jsonl[.gz]
+    prepare.py WORK --data DATA [--model MODEL.gguf]     SmolLM2-135M-Instruct, and texts of several domains
     prepare.py WORK --tiny                               a 260K-parameter model and a short story, in seconds
 
-What is there already stays.
+DATA holds <domain>/train.jsonl (or .jsonl.gz) and literature_en/validation.jsonl, a field "text" on each line. What is
+in WORK already stays.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import yaml
@@ -27,7 +28,10 @@ from gated_llama_cli.demo import find_smollm2
 HERE = Path(__file__).parent
 STORIES = HERE.parents[1] / "tests" / "data" / "stories260K"
 DOMAINS = ("literature_en", "law_en", "math_en", "code_python", "literature_zh")
-CALIBRATION = 40  # documents of each domain
+# What the transplant is fitted on: so many documents of each, cut to so many characters.
+CALIBRATED = (*DOMAINS, "wiki_en")
+CALIBRATION, CHARACTERS = 40, 4000
+FIRST_TOKEN = "<|endoftext|>"
 POLICIES = {"identity": {}, "normal": {"seed": 0}, "open": {"bias": 5.0}}
 
 # What a recipe becomes on the tiny model, whose tokens and texts are other ones.
@@ -65,17 +69,18 @@ def write(path: Path, lines) -> None:
 def texts(work: Path, data: Path) -> None:
     for domain in DOMAINS:
         write(work / "text" / f"{domain}.jsonl", (line["text"] for line in documents(data, domain, "train")))
-    few = {domain: [d["text"] for d in islice(documents(data, domain, "train"), CALIBRATION)] for domain in DOMAINS}
-    # One document of each domain in turn, so that any number of tokens from the start is a mixture.
-    write(work / "text" / "calibration.jsonl", (text[:4000] for group in zip(*few.values()) for text in group))
+    for domain in CALIBRATED:
+        few = islice(documents(data, domain, "train"), CALIBRATION)
+        write(work / "calibration" / f"{domain}.jsonl", (line["text"][:CHARACTERS] for line in few))
     held_out = islice(documents(data, "literature_en", "validation"), 20)
     write(work / "text" / "held_out.jsonl", (line["text"] for line in held_out))
 
 
 def tiny_texts(work: Path) -> None:
     paragraphs = read_texts(None)[0][0].split("\n\n")
-    for index, domain in enumerate((*DOMAINS, "calibration", "held_out")):
+    for index, domain in enumerate((*DOMAINS, "held_out")):
         write(work / "text" / f"{domain}.jsonl", ["\n\n".join(paragraphs[index::7])])
+    write(work / "calibration" / "story.jsonl", ["\n\n".join(paragraphs[6::7])])
 
 
 def convert(work: Path, source: Path, policies: dict) -> None:
@@ -85,12 +90,12 @@ def convert(work: Path, source: Path, policies: dict) -> None:
             convert_checkpoint(source, folder, granularity="headwise", policy=policy, **options)
 
 
-def transplant(work: Path, source: Path) -> None:
+def transplant(work: Path, source: Path, options: list[str]) -> None:
     folder = work / "models" / "transplanted"
     if not folder.is_dir():
-        calibration = ["--calibration", str(work / "text" / "calibration.jsonl"), "--tokens", "33000"]
+        files = (["--calibration", str(path)] for path in sorted((work / "calibration").glob("*.jsonl")))
         command = [sys.executable, "-m", "gated_llama_cli", "convert", str(source), str(folder)]
-        subprocess.run([*command, "--policy", "transplant", *calibration], check=True)
+        subprocess.run([*command, "--policy", "transplant", *chain.from_iterable(files), *options], check=True)
 
 
 def tiny_recipes(work: Path) -> None:
@@ -125,7 +130,8 @@ def main() -> None:
             source.symlink_to((options.model or Path(find_smollm2())).resolve())
         texts(options.work, options.data)
     convert(options.work, source, POLICIES)
-    transplant(options.work, source)
+    tiny = ["--tokens", "600", "--context", "63"]
+    transplant(options.work, source, tiny if options.tiny else ["--bos", FIRST_TOKEN])
     print(options.work)
 
 

@@ -1,0 +1,141 @@
+"""
+What a retrofit did to a model, on held-out text: evaluate.py WORK DATA OUT.json MODEL [MODEL ...]
+
+DATA holds <domain>/validation.jsonl[.gz] and, for WikiText-2, wikitext/test.jsonl; WORK is what prepare.py made. MODEL
+is a folder, or "source". Results are kept in OUT.json, model by model; those that are there already stay.
+
+For each model: KL(source || model) and perplexity over the source's on each domain, the source reading <|endoftext|>
+first, the model too unless its record says that a transplant took that token away; first-token attention and the
+largest activations; the KL with all gates at 1; perplexities with a sliding window and with rounded numbers, against its own.
+Forward passes use bfloat16 autocast, but for sinks and rounding, which are in float32.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+from gated_llama import GatedLlamaForCausalLM, gate_override
+from gated_llama.convert import convert_checkpoint
+from gated_llama.diagnostics import measure_interventions, quantisation_interventions, streaming_interventions
+from gated_llama.retrofit.deliver import sink_measures
+from gated_llama.retrofit.fidelity import fidelity
+
+
+FIRST = "<|endoftext|>"
+DOMAINS = ("literature_en", "law_en", "wikitext", "math_en", "code_python", "literature_zh")
+CONTEXT, ROWS, STREAM = 511, 8, 4096
+
+
+def documents(folder: Path):
+    for name in ("validation.jsonl", "validation.jsonl.gz", "test.jsonl"):
+        if (folder / name).exists():
+            opener = gzip.open if name.endswith("gz") else open
+            with opener(folder / name, "rt", encoding="utf-8") as file:
+                for line in file:
+                    content = json.loads(line)
+                    yield content.get("text") or content["page"]
+            return
+    raise SystemExit(f"{folder} has no held-out text.")
+
+
+def rows_of(tokenizer, folder: Path, rows: int, context: int) -> torch.Tensor:
+    """The beginnings of the first documents that fill a row, two rows of each at most."""
+    found = []
+    for text in documents(folder):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        found += [ids[i * context : (i + 1) * context] for i in range(min(2, len(ids) // context))]
+        if len(found) >= rows:
+            break
+    return torch.tensor(found[:rows])
+
+
+def load(work: Path, name: str) -> GatedLlamaForCausalLM:
+    folder = work / "models" / "plain" if name == "source" else Path(name)
+    return GatedLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def reads_first(model) -> bool:
+    return (model.config.gate_retrofit or {}).get("policy") != "transplant"
+
+
+def with_first(rows: torch.Tensor, first: int | None) -> torch.Tensor:
+    return rows if first is None else torch.cat([torch.full((len(rows), 1), first), rows], dim=1)
+
+
+def compare(model, source, texts: dict[str, torch.Tensor], first: int, own: int | None) -> dict:
+    results = {}
+    for domain, rows in texts.items():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results[domain] = fidelity(model, source, rows, source_first=first, model_first=own, name=domain).to_dict()
+        print(
+            f"  {domain}: KL {results[domain]['kl']:.4f}, perplexity ratio {results[domain]['perplexity_ratio']:.4f}"
+        )
+    return results
+
+
+@torch.no_grad()
+def robustness(model, texts: dict[str, torch.Tensor], stream: torch.Tensor, own: int | None) -> dict:
+    """Perplexity under a window and under rounding, over the model's own."""
+    rounding = [with_first(rows[:1], own) for rows in texts.values()]
+    outcomes = measure_interventions(model, rounding, quantisation_interventions(model))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outcomes += measure_interventions(model, [with_first(stream, own)], streaming_interventions(model, 256))
+    return {outcome.name: outcome.to_dict() for outcome in outcomes if outcome.name != "unchanged"}
+
+
+def evaluate(name: str, work: Path, texts: dict, stream: torch.Tensor, first: int) -> dict:
+    start = time.perf_counter()
+    source, model = load(work, "source"), load(work, name)
+    own = first if reads_first(model) else None
+    result = {"reads_first": own is not None, "domains": compare(model, source, texts, first, own)}
+    if name == "source":
+        print("  without its first token")
+        result["without_first"] = compare(model, source, texts, first, None)
+    sample = torch.cat([texts["literature_en"][:4], texts["wikitext"][:4]])
+    result["sink"] = sink_measures(model, sample, own)
+    if model.config.gate_position is not None:
+        with gate_override(model, 1.0 if (model.config.gate_retrofit or {}).get("policy") == "transplant" else 0.5):
+            part = {domain: rows[:1] for domain, rows in texts.items()}
+            result["gates_reset"] = compare(model, source, part, first, own)
+    result["robustness"] = robustness(model, texts, stream, own)
+    return result | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("work", "data", "out"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("models", nargs="+")
+    options = parser.parse_args()
+    plain = options.work / "models" / "plain"
+    if not plain.is_dir():
+        convert_checkpoint(options.work / "models" / "source.gguf", plain, position=None)
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    first = tokenizer.convert_tokens_to_ids(FIRST)
+    texts = {domain: rows_of(tokenizer, options.data / domain, ROWS, CONTEXT) for domain in DOMAINS}
+    ids = itertools.chain.from_iterable(
+        tokenizer.encode(text, add_special_tokens=False) for text in documents(options.data / "literature_en")
+    )
+    stream = torch.tensor(list(itertools.islice(ids, STREAM)))[None]
+    found = json.loads(options.out.read_text()) if options.out.exists() else {"models": {}}
+    found["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for name in options.models:
+        label = name if name == "source" else "/".join(Path(name).parts[-2:])
+        if label in found["models"]:
+            continue
+        print(label)
+        found["models"][label] = evaluate(name, options.work, texts, stream, first)
+        partial = options.out.with_suffix(".partial")
+        partial.write_text(json.dumps(found, indent=1) + "\n")
+        partial.rename(options.out)
+
+
+if __name__ == "__main__":
+    main()
