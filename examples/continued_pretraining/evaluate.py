@@ -6,8 +6,8 @@ is a folder, or "source". Results are kept in OUT.json, model by model; those th
 
 For each model: KL(source || model) and perplexity over the source's on each domain, the source reading <|endoftext|>
 first, the model too unless its record says that a transplant took that token away; first-token attention and the
-largest activations; the KL with all gates at 1; perplexities with a sliding window and with rounded numbers, against its own.
-Forward passes use bfloat16 autocast, but for sinks and rounding, which are in float32.
+largest activations; the KL with all gates at 1; perplexities with a sliding window and with rounded numbers, against
+its own. Forward passes use bfloat16 autocast, but for sinks and rounding, which are in float32.
 """
 
 import argparse
