@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from gated_llama.convert import convert_checkpoint
 from gated_llama.retrofit.adapters import GateAdapter, gate_adapter_config
+from gated_llama.retrofit.surgery import transplant_rows, without_gates
+from gated_llama.retrofit.walk import WalkOptions
 
 
 GATES = {
@@ -183,6 +185,22 @@ def test_a_transplant_is_an_adapter(dtype, convert, tmp_path):
     assert model.model.layers[0].self_attn.v_proj.bias is None
     assert_same_state(model, load(folder, dtype=dtype))
     assert torch.equal(logits_of(model), logits_of(load(folder, dtype=dtype)))
+
+
+@pytest.mark.parametrize("ridge", [None, 0.01], ids=["gates", "refits"])
+def test_the_transplant_itself_is_an_adapter(ridge, convert, source):
+    """Of the same source's identity retrofit: gates and vectors, unless matrices were refitted too."""
+    plain = without_gates(LlamaForCausalLM.from_pretrained(source))
+    rows = torch.randint(3, 96, (6, 24))
+    goal, _ = transplant_rows(plain, rows, 1, options=WalkOptions(ridge=ridge))
+    goal.set_attn_implementation("eager")
+    adapter = GateAdapter.extract(goal, convert(), matrices=ridge is not None)
+    assert bool(adapter.column_scales) == (ridge is None)
+    model = load(convert())
+    merged = adapter.merge(model)
+    assert torch.equal(logits_of(model), logits_of(goal))
+    merged.unmerge()
+    assert_same_state(model, load(convert()))
 
 
 @pytest.mark.parametrize("strength", [0.4, 1.0])

@@ -250,7 +250,8 @@ class GateAdapter:
         """
         Writes the adapter into a model loaded from the base's folder, in place; the result turns it up, down and out.
 
-        What `model.save_pretrained` writes then is an ordinary gated checkpoint of that strength.
+        What `model.save_pretrained` writes then is an ordinary gated checkpoint of that strength. Tokenizers are not
+        the adapter's: one that a transplant keeps from adding BOS comes from the transplant's folder.
 
         Raises:
             ValueError: the strength lies outside 0 to 1, or `model` is not the base: other fields or shapes, another
