@@ -3,7 +3,7 @@ Retrofits that work: transplanted sinks, training under pressure, gates as adapt
 
 report = transplant_checkpoint("model", "out", ["text.jsonl"])     # the sink becomes gates, in closed form
 train(read_settings("polish.yaml"))                                # KL to the source, under pressure or without
-save_gate_adapter(model, "adapter")                                # gates alone, to attach to the base again
+GateAdapter.extract(model, "base").save("adapter")                 # gates alone, to attach to the base again
 
 Names are imported when they are asked for: the trainer brings accelerate, adapters need peft.
 """
@@ -15,6 +15,7 @@ _HOME = {
     "surgery": ("TransplantReport", "transplant", "transplant_rows", "undo_transplant"),
     "deliver": ("transplant_checkpoint",),
     "sink": ("SinkReport", "measure_sink"),
+    "adapters": ("GateAdapter", "MergedGates", "gate_adapter_config"),
     "settings": ("Settings", "read_settings"),
     "trainer": ("RetrofitTrainer",),
     "training": ("TrainingReport", "train"),
