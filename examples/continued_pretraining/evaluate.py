@@ -7,7 +7,7 @@ is a folder, or "source". Results are kept in OUT.json, model by model; those th
 For each model: KL(source || model) and perplexity over the source's on each domain, the source reading <|endoftext|>
 first, the model too unless its record says that a transplant took that token away; first-token attention and the
 largest activations; the KL with all gates at 1; perplexities with a sliding window and with rounded numbers, against
-its own. Forward passes use bfloat16 autocast, but for sinks and rounding, which are in float32.
+its own. Everything is in float32.
 """
 
 import argparse
@@ -72,8 +72,7 @@ def with_first(rows: torch.Tensor, first: int | None) -> torch.Tensor:
 def compare(model, source, texts: dict[str, torch.Tensor], first: int, own: int | None) -> dict:
     results = {}
     for domain, rows in texts.items():
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            results[domain] = fidelity(model, source, rows, source_first=first, model_first=own, name=domain).to_dict()
+        results[domain] = fidelity(model, source, rows, source_first=first, model_first=own, name=domain).to_dict()
         print(
             f"  {domain}: KL {results[domain]['kl']:.4f}, perplexity ratio {results[domain]['perplexity_ratio']:.4f}"
         )
@@ -85,8 +84,7 @@ def robustness(model, texts: dict[str, torch.Tensor], stream: torch.Tensor, own:
     """Perplexity under a window and under rounding, over the model's own."""
     rounding = [with_first(rows[:1], own) for rows in texts.values()]
     outcomes = measure_interventions(model, rounding, quantisation_interventions(model))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        outcomes += measure_interventions(model, [with_first(stream, own)], streaming_interventions(model, 256))
+    outcomes += measure_interventions(model, [with_first(stream, own)], streaming_interventions(model, 256))
     return {outcome.name: outcome.to_dict() for outcome in outcomes if outcome.name != "unchanged"}
 
 
