@@ -16,7 +16,7 @@ from gated_llama.retrofit.fidelity import fidelity
 from gated_llama.retrofit.fitting import GateProblem, Moments, fit_gates
 from gated_llama.retrofit.sink import measure_sink
 from gated_llama.retrofit.surgery import gated_copy, transplant_rows, undo_transplant
-from gated_llama.retrofit.walk import WalkOptions, first_token_weights
+from gated_llama.retrofit.walk import WalkOptions, first_token_weights, thinned
 from gated_llama_cli import main
 
 
@@ -177,6 +177,15 @@ def test_gates_that_a_linear_logit_explains_are_found():
     torch.testing.assert_close(fit.weight, weight, rtol=0, atol=0.05)
     partly = fit_gates(problem, torch.tensor([True, False, True]), likeness=0.0)
     assert partly.error > fit.error
+
+
+def test_a_limit_on_tokens_spreads_them():
+    chosen = torch.rand(5, 40, generator=torch.Generator().manual_seed(0)) < 0.7
+    kept = thinned(chosen, 30)
+    assert 15 < kept.sum() <= 30
+    assert not (kept & ~chosen).any()
+    assert kept.any(dim=1).all()
+    assert torch.equal(thinned(chosen, 200), chosen)
 
 
 def test_ridge_from_moments_is_least_squares():

@@ -1,6 +1,6 @@
 """Two decoders, layer after layer side by side: the source with its sink, and the gated model without."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,15 @@ class WalkOptions:
     share: how much of the error that earlier layers left the targets make good, 0 to 1. ridge: of the linear refits,
     relative to the mean second moment; `None` leaves o_proj and down_proj as they are. spike: tokens whose largest
     |state| in the source exceeds this many times the median token's are left out of the fits, or the model would learn
-    to rebuild the massive activations that it must lose. batch: rows at a time.
+    to rebuild the massive activations that it must lose. gate_tokens: how many tokens the gates are fitted on at most,
+    evenly spread; the refits see all. batch: rows at a time.
     """
 
     share: float = 1.0
     ridge: float | None = 0.01
     likeness: float = 0.02
     spike: float = 8.0
+    gate_tokens: int = 65536
     batch: int = 4
 
 
@@ -82,22 +84,30 @@ class Walk:
     def layer(self, index: int, fitted: torch.Tensor, quiet: list[int]) -> LayerFit:
         """Edits layer `index` of the gated model: heads where `fitted` get a gate, units in `quiet` fall silent."""
         used = self._follow_source(index)
-        target, problem = self._pose(index, used)
+        target, problem = self._pose(index, thinned(used, self.options.gate_tokens))
         gates = fit_gates(problem, fitted.to(problem.inputs.device), likeness=self.options.likeness)
         self._write_gates(index, gates, fitted)
         attention_error = self._refit_output(index, target, used, fitted)
         mlp_error = self._refit_mlp(index, quiet, used)
-        distance = (self.before[:, 1:] - self.state)[used].square().sum() / self.before[:, 1:][used].square().sum()
         return LayerFit(
             layer=index,
             r2=[value if fits else None for value, fits in zip(gates.r2.tolist(), fitted.tolist(), strict=True)],
             gates_error=gates.error,
             attention_error=attention_error,
             mlp_error=mlp_error,
-            state_error=distance.item(),
+            state_error=self._distance(used),
             left_out=int((~used).sum()),
             quieted=quiet,
         )
+
+    def _distance(self, used: torch.Tensor) -> float:
+        """Mean squared distance of the two models' states over the mean square of the source's."""
+        apart = total = 0.0
+        for part in self._parts():
+            states = self.before[part, 1:][used[part]]
+            apart += (states - self.state[part][used[part]]).square().sum(dtype=torch.float64).item()
+            total += states.square().sum(dtype=torch.float64).item()
+        return apart / total
 
     def _follow_source(self, index: int) -> torch.Tensor:
         """Runs the source's layer; returns the tokens [rows, context] that the fits may see."""
@@ -148,7 +158,8 @@ class Walk:
 
     def _problem(self, output: torch.Tensor, target: torch.Tensor, used: torch.Tensor) -> GateProblem:
         # Residual dimensions count by their own spread: the norms behind them even it out too.
-        importance = 1 / (self.scratch("middle")[:, 1:][used].var(0) + 1e-6).to(self.device)
+        middle = self.scratch("middle")
+        importance = 1 / (_variance(middle[part, 1:][used[part]] for part in self._parts()) + 1e-6).to(self.device)
         importance = importance / importance.mean()
         heads = output.T.unflatten(0, (self.heads, self.width))  # [heads, width, hidden]
         chunks = []
@@ -241,6 +252,23 @@ class Walk:
         units = seen["units"].float().clone()
         units[..., quiet] = 0
         return units
+
+
+def _variance(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of each column, over the rows of all parts."""
+    count, total, squares = 0, 0.0, 0.0
+    for part in parts:
+        count, total = count + len(part), total + part.double().sum(0)
+        squares = squares + part.double().square().sum(0)
+    return (squares / count - (total / count).square()).float()
+
+
+def thinned(chosen: torch.Tensor, limit: int) -> torch.Tensor:
+    """The mask `chosen` with at most `limit` of its places, evenly spread."""
+    places = chosen.flatten().nonzero()[:, 0]
+    kept = torch.zeros_like(chosen).flatten()
+    kept[places[:: -(-len(places) // limit)]] = True
+    return kept.view_as(chosen)
 
 
 def first_token_weights(call: AttentionCall) -> torch.Tensor:
