@@ -9,8 +9,8 @@ from .console import byte_progress, facts, hide_bars, out
 from .options import Dtype
 
 
-# The names of `gated_llama.convert.targets.TARGETS`, whose import would be slow; a test compares them.
-Target = Literal["qwen3_5_text", "qwen3_next", "afmoe", "step3p5", "qwen3", "llama", "paper"]
+# `gated_llama.convert.targets.TARGET_NAMES`, whose import would be slow; a test compares them.
+Target = Literal["qwen3_5_text", "qwen3_next", "afmoe", "step3p5", "qwen3", "llama", "paper", "gguf"]
 
 
 def register(app: typer.Typer):
@@ -19,7 +19,9 @@ def register(app: typer.Typer):
 
 def export(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a gated_llama checkpoint.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new or empty.")],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write, new or empty; for gguf a new *.gguf too.")
+    ],
     target: Annotated[Target, typer.Option(help="What to write; the card in OUT says who serves it.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Dtype to write; the model's by default.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
@@ -27,7 +29,7 @@ def export(
         bool, typer.Option(help="Compare logits before OUT appears; takes memory for the model in float32.")
     ] = True,
 ):
-    """Write a gated model in a format that vLLM, SGLang or MLX-LM serve without custom code."""
+    """Write a gated model in a format that vLLM, SGLang, llama.cpp or MLX-LM serve without custom code."""
     hide_bars()
     from gated_llama.convert.export import export_checkpoint
 
@@ -68,6 +70,7 @@ def show(report):
             if parity
             else "not compared",
         ),
+        *([("proof", report.proof)] if report.proof else []),
         *(("note", note) for note in report.notes),
     ]
     out.print(facts(f"{report.source} -> {report.output} ({report.target})", rows))

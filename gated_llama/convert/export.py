@@ -2,23 +2,37 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..configuration_gated import GatedLlamaConfig
-from .checkpoint import building, check_output, choose_dtype, expected_tensors, is_finite
+from .checkpoint import choose_dtype, expected_tensors, is_finite
 from .export_card import export_card
+from .gguf_proof import prove_gguf
+from .gguf_target import (
+    GGUF_FILE,
+    building_file,
+    check_file,
+    gguf_metadata,
+    gguf_recipes,
+    quantisation_note,
+    require_package,
+    stays_float32,
+    write_gguf,
+)
+from .gguf_tokenizer import tokenizer_metadata
 from .loading import Loadable
 from .opening import Checkpoint, open_checkpoint
+from .output_folder import building, check_output
 from .parity import Parity, compare
 from .rewriting import Recipe, Rewriting, storable_eps
-from .targets import Target, features, get_target, require_served_cell
+from .targets import Target, features, get_targets, require_served_cell
 from .tensor_files import one_line, write_shards
 from .tokenizer import carry_files
 
@@ -38,15 +52,16 @@ class ExportReport:
     What an export did.
 
     Args:
-        source, output: the model and the folder that was written.
+        source, output: the model and the folder or file that was written.
         target, model_type, dtype: what it was written as.
         tensors_written, bytes_written, shards: size of the result.
         served_by: engines that serve it.
         rewritten: what was rewritten to represent the model, one sentence each.
         never_quantise: names of linear maps that quantisation destroys.
-        tokenizer_class: class pinned in tokenizer_config.json; `None` without a tokenizer.
+        tokenizer_class: class pinned in tokenizer_config.json, or kind of tokenizer of a GGUF file; `None` without.
         notes: what deserves attention, one sentence each.
-        parity: the comparison with the source; `None` when it was not asked for.
+        parity: the comparison of logits with the source; `None` when it was not made.
+        proof: what was proven besides, in words.
     """
 
     source: str
@@ -63,11 +78,16 @@ class ExportReport:
     tokenizer_class: str | None
     notes: list[str]
     parity: Parity | None
+    proof: str
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Everything that is decided before a byte is written; `config` is the model's without biases that are zero."""
+    """
+    Everything that is decided before a byte is written.
+
+    `config` is the model's without biases that are zero, `metadata` what a GGUF file holds beside tensors.
+    """
 
     checkpoint: Checkpoint
     config: GatedLlamaConfig
@@ -75,13 +95,21 @@ class ExportPlan:
     dtype: torch.dtype
     recipes: dict[str, Recipe]
     notes: list[str]
+    metadata: Mapping[str, Any] | None = None
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Shapes and dtypes of what is written, as meta tensors."""
         return {
-            name: torch.empty(recipe.shape, dtype=self.dtype, device="meta") for name, recipe in self.recipes.items()
+            name: torch.empty(
+                recipe.shape, dtype=stored_dtype(self.target, name, recipe.shape, self.dtype), device="meta"
+            )
+            for name, recipe in self.recipes.items()
         }
+
+    @cached_property
+    def source(self) -> Loadable:
+        return Loadable(str(self.checkpoint.folder), self.checkpoint)
 
     @property
     def nbytes(self) -> int:
@@ -106,10 +134,11 @@ def export_checkpoint(
 
     Args:
         model: folder or Hub id of a `gated_llama` checkpoint, gated at the SDPA output by a multiplied sigmoid.
-        output: the folder to write; it must not exist, or be empty.
-        target: a name of `targets.TARGETS`.
+        output: the folder to write; it must not exist, or be empty. For target gguf also the file to write, named
+            `*.gguf`; it must not exist.
+        target: one of `targets.TARGET_NAMES`.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; `None` keeps the source's.
-        max_shard_size: largest file, in bytes or such as `"5GB"`.
+        max_shard_size: largest file, in bytes or such as `"5GB"`; a GGUF file is always one.
         verify: compare logits before the folder appears. That holds one whole model in float32 in memory at a time:
             switch it off for models that do not fit, and compare a smaller one of the same configuration instead.
         progress: called as `progress(done_bytes, total_bytes, tensor_name)` after each tensor.
@@ -118,43 +147,65 @@ def export_checkpoint(
         ValueError: the model has what the target cannot represent, or the export does not compute the same.
         OSError: reading or writing failed. In all cases, and when interrupted, nothing is left at `output`.
     """
-    record = get_target(target)
-    output = check_output(Path(output), model)
-    plan = plan_export(open_checkpoint(model), record, dtype)
-    with building(output, plan.nbytes) as folder:
-        write_config(plan, folder)
-        tokenizer_class, notes = carry_files(plan.checkpoint, folder)
-        shards = write_shards(folder, plan.tensors, max_shard_size, Stream(plan, progress).parts)
-        parity = prove(plan, folder) if verify else None
+    candidates = get_targets(target)
+    gguf = candidates[0].gguf
+    if gguf:
+        require_package()
+    single = gguf and Path(output).suffix == ".gguf"
+    output = (check_file if single else check_output)(Path(output), model)
+    plan = plan_export(open_checkpoint(model), candidates, dtype)
+    with (building_file if single else building)(output, plan.nbytes) as folder:
+        parts = Stream(plan, progress).parts
+        written = write_file(plan, folder, parts) if gguf else write_folder(plan, folder, max_shard_size, parts)
+        parity, proof = (prove_file(plan, folder) if gguf else (prove(plan, folder), "")) if verify else (None, "")
+        names = features(plan.config)
         report = ExportReport(
             source=str(model),
             output=output,
-            target=record.name,
-            model_type=record.model_type,
+            target=plan.target.name,
+            model_type=plan.target.model_type,
             dtype=str(plan.dtype).removeprefix("torch."),
             tensors_written=len(plan.recipes),
             bytes_written=plan.nbytes,
-            shards=len(shards),
-            served_by=[str(service) for service in record.services_for(features(plan.config))],
-            rewritten=record.tricks_for(features(plan.config)),
-            never_quantise=record.neutralises(plan.config),
-            tokenizer_class=tokenizer_class,
-            notes=plan.notes + notes + ([] if verify else ["Logits were not compared with the source's."]),
+            shards=written.files,
+            served_by=[str(service) for service in plan.target.services_for(names)],
+            rewritten=plan.target.tricks_for(names),
+            never_quantise=plan.target.neutralises(plan.config),
+            tokenizer_class=written.tokenizer,
+            notes=plan.notes + written.notes + ([] if verify else ["Logits were not compared with the source's."]),
             parity=parity,
+            proof=proof,
         )
-        (folder / "README.md").write_text(export_card(report, record, plan.checkpoint.folder), encoding="utf-8")
+        (folder / "README.md").write_text(export_card(report, plan.target, plan.checkpoint.folder), encoding="utf-8")
     return report
 
 
-def plan_export(checkpoint: Checkpoint, target: Target, dtype: str | torch.dtype | None) -> ExportPlan:
-    """Decides what is written; ValueError where the target does not fit the model."""
+class Written(NamedTuple):
+    """What writing adds to a report: number of weight files, tokenizer and notes."""
+
+    files: int
+    tokenizer: str | None
+    notes: list[str]
+
+
+def write_folder(plan: ExportPlan, folder: Path, max_shard_size: int | str, parts) -> Written:
+    write_config(plan, folder)
+    tokenizer_class, notes = carry_files(plan.checkpoint, folder)
+    return Written(len(write_shards(folder, plan.tensors, max_shard_size, parts)), tokenizer_class, notes)
+
+
+def write_file(plan: ExportPlan, folder: Path, parts) -> Written:
+    write_gguf(folder / GGUF_FILE, plan.target.model_type, plan.metadata, plan.tensors, parts)
+    tokenizer = " ".join(plan.metadata[f"tokenizer.ggml.{key}"] for key in ("model", "pre"))
+    return Written(1, tokenizer, [quantisation_note(plan.target.neutralises(plan.config))])
+
+
+def plan_export(checkpoint: Checkpoint, candidates: list[Target], dtype: str | torch.dtype | None) -> ExportPlan:
+    """Decides what is written, as the first target that fits the model; ValueError where none does."""
     config = read_config(checkpoint)
     require_served_cell(config)
     source_tensors = check_tensors(checkpoint, config)
-    config = without_zero_biases(checkpoint, config, target)
-    if missing := target.missing(features(config)):
-        name, reason = next(iter(missing.items()))
-        raise ValueError(f"Target {target.name} cannot represent this model's {name}: {reason}.")
+    target, config = fitting_target(checkpoint, config, candidates)
     notes = check_gates_are_zero(checkpoint, config) if target.gate is None else []
     dtype, dtype_notes = choose_dtype(checkpoint, dtype)
     if dtype == torch.float16 and target.neutralises(config):
@@ -162,18 +213,52 @@ def plan_export(checkpoint: Checkpoint, target: Target, dtype: str | torch.dtype
             f"Target {target.name} scales {', '.join(target.neutralises(config))} of this model by 2^-30, which "
             "float16 cannot hold: use dtype='bfloat16' or 'float32'."
         )
-    if dtype == torch.bfloat16 and target.neutralises(config):
+    if dtype == torch.bfloat16 and target.neutralises(config) and not target.gguf:
         config.rms_norm_eps = storable_eps(config.rms_norm_eps, target.zero_centred)
         notes.append(f"rms_norm_eps is {config.rms_norm_eps:.6g}, so that bfloat16 holds the neutral gains exactly.")
     kept = expected_tensors(config, dtype)
     tensors = {
-        name: Recipe(shape, partial(read_rounded, checkpoint, name, dtype))
+        name: Recipe(shape, partial(read_rounded, checkpoint, name, stored_dtype(target, name, shape, dtype)))
         for name, shape in source_tensors.items()
         if name in kept
     }
     recipes = Rewriting(config, target, dtype).rewrite(tensors)
     notes += dtype_notes + reader_notes(checkpoint, config, target)
-    return ExportPlan(checkpoint, config, target, dtype, recipes, notes)
+    plan = ExportPlan(checkpoint, config, target, dtype, recipes, notes)
+    return with_metadata(plan) if target.gguf else plan
+
+
+def with_metadata(plan: ExportPlan) -> ExportPlan:
+    """The plan of a GGUF file: its names, metadata and tokenizer; ValueError where llama.cpp has no such tokenizer."""
+    tokenizer, notes = tokenizer_metadata(plan.source, plan.config.vocab_size)
+    name = plan.checkpoint.hub_id or plan.checkpoint.folder.resolve().name
+    return replace(
+        plan,
+        recipes=gguf_recipes(plan.recipes, plan.config, plan.target),
+        metadata=gguf_metadata(plan.config, plan.target, plan.dtype, name, tokenizer),
+        notes=plan.notes + notes,
+    )
+
+
+def fitting_target(
+    checkpoint: Checkpoint, config: GatedLlamaConfig, candidates: list[Target]
+) -> tuple[Target, GatedLlamaConfig]:
+    """The first target that represents the model, and the model's config for it; ValueError says why none does."""
+    reasons = []
+    for target in candidates:
+        trimmed = without_zero_biases(checkpoint, config, target)
+        missing = target.missing(features(trimmed))
+        if not missing:
+            return target, trimmed
+        name, reason = next(iter(missing.items()))
+        where = f" as {target.model_type}" if len(candidates) > 1 else ""
+        reasons.append(f"{name}{where}: {reason}")
+    raise ValueError(f"Target {candidates[0].name} cannot represent this model's {'; nor its '.join(reasons)}.")
+
+
+def stored_dtype(target: Target, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of one tensor of an export in `dtype`."""
+    return torch.float32 if target.gguf and stays_float32(name, shape) else dtype
 
 
 def read_config(checkpoint: Checkpoint) -> GatedLlamaConfig:
@@ -298,7 +383,7 @@ class Stream:
     def parts(self, name: str) -> Iterator[torch.Tensor]:
         """The tensor in its dtype, in one part."""
         recipe = self.plan.recipes[name]
-        tensor = checked(name, recipe.build().to(self.plan.dtype)).contiguous()
+        tensor = checked(name, recipe.build().to(self.plan.tensors[name].dtype)).contiguous()
         yield tensor
         self.done += tensor.nbytes
         if self.progress is not None:
@@ -307,7 +392,16 @@ class Stream:
 
 def prove(plan: ExportPlan, folder: Path) -> Parity:
     """Compares the written folder with the source; ValueError when they do not compute the same."""
-    parity = compare(Loadable(str(plan.checkpoint.folder), plan.checkpoint), folder, plan.target, plan.dtype)
+    return require_parity(plan, compare(plan.source, folder, plan.target, plan.dtype))
+
+
+def prove_file(plan: ExportPlan, folder: Path) -> tuple[Parity | None, str]:
+    """As `prove`, for a GGUF file; also what was proven, in words."""
+    parity, proof = prove_gguf(plan.source, plan.config, plan.target, plan.dtype, folder / GGUF_FILE)
+    return parity and require_parity(plan, parity), proof
+
+
+def require_parity(plan: ExportPlan, parity: Parity) -> Parity:
     if not parity.passes:
         raise ValueError(
             f"The export as {plan.target.name} does not compute what its source computes: logits differ by "

@@ -45,7 +45,7 @@ column keeps its size."""
 def export_card(report, target: Target, source_folder: Path) -> str:
     """Card of the export that `report` describes; licence and languages are those of the source's card."""
     data = ModelCardData(
-        library_name="transformers",
+        library_name="gguf" if target.gguf else "transformers",
         pipeline_tag="text-generation",
         tags=["gated-attention", target.model_type],
         **source_metadata(source_folder),
@@ -59,7 +59,7 @@ def export_card(report, target: Target, source_folder: Path) -> str:
         services=bullets(report.served_by) or "- the code of the paper release",
         rewritten=bullets(report.rewritten) or NO_REWRITING,
         quantisation=quantisation(report, target),
-        proof=proof(report),
+        proof=" ".join(filter(None, (proof(report), report.proof))),
         notes=f"\n## Notes\n\n{bullets(report.notes)}\n" if report.notes else "",
     )
     return f"---\n{data.to_yaml()}\n---\n\n{text}"

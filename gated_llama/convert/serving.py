@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ..configuration_gated import GatedLlamaConfig
-from .targets import EVERY_ENGINE, FEATURES, TARGETS, Service, Target, features
+from .targets import EVERY_ENGINE, EVERY_TARGET, FEATURES, Service, Target, features
 
 
 # Nothing is exported: the folder with its code, or this package installed beside the engine.
@@ -37,8 +37,8 @@ the card in OUT says which. †: from the engine's source code, not run. A dash:
 
 def serving_table() -> str:
     """Markdown: a row for each model and gate, a column for each engine, in each cell what serves it there."""
-    with_gate = [AS_IT_IS, *(target for target in TARGETS.values() if target.gate is not None)]
-    without_gate = [target for target in TARGETS.values() if target.gate is None]
+    with_gate = [AS_IT_IS, *(target for target in EVERY_TARGET if target.gate is not None)]
+    without_gate = [target for target in EVERY_TARGET if target.gate is None]
     rows = [("model", "gate", *EVERY_ENGINE), ("---",) * (2 + len(EVERY_ENGINE))]
     for model, fields in MODELS.items():
         for gate, gate_fields in GATES.items():
@@ -50,9 +50,9 @@ def serving_table() -> str:
 
 def feature_table() -> str:
     """Markdown: a row for each feature of a model, a column for each target: yes, trick, or a dash."""
-    rows = [("", *(f"`{name}`" for name in TARGETS)), ("---",) * (1 + len(TARGETS))]
+    rows = [("", *(f"`{target.title}`" for target in EVERY_TARGET)), ("---",) * (1 + len(EVERY_TARGET))]
     for feature in FEATURES:
-        rows.append((feature, *(support(target, feature) for target in TARGETS.values())))
+        rows.append((feature, *(support(target, feature) for target in EVERY_TARGET)))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
@@ -77,4 +77,4 @@ def cells(config: GatedLlamaConfig, targets: Iterable[Target]) -> list[str]:
             label += " (trick)"
         for service in target.services_for(names):
             ways[service.engine].append(label + ("†" if service.read_only else ""))
-    return [", ".join(found) or "-" for found in ways.values()]
+    return [", ".join(dict.fromkeys(found)) or "-" for found in ways.values()]

@@ -4,7 +4,7 @@ What a gated model can be exported to: one record per target, read by the export
 A model is described by its features. A target represents a feature as it is (`native`), by an exact rewriting
 (`tricks`), or not at all; an engine that serves the target may lack features of its own (`Service.lacks`).
 
-Sources: the model code of Transformers 5.24.0, vLLM 0.32.0, SGLang 0.5.23 and MLX-LM 0.32.2.
+Sources: the model code of Transformers 5.24.0, vLLM 0.32.0, SGLang 0.5.23, MLX-LM 0.32.2 and llama.cpp b11549.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..configuration_gated import GatedLlamaConfig
-from . import target_configs
+from . import gguf_configs, target_configs
 
 
 # The cell of the gate's axes that engines serve. An additive or differently activated gate has no counterpart there.
@@ -44,6 +44,7 @@ FEATURES: dict[str, Callable[[GatedLlamaConfig], bool]] = {
     "sliding windows": lambda c: set(c.layer_types) == {"sliding_attention"},
     "sliding windows in some layers": lambda c: len(set(c.layer_types)) > 1,
     "scaled rotary": lambda c: c.rope_parameters["rope_type"] in SCALED_ROTARY,
+    "llama3 rotary": lambda c: c.rope_parameters["rope_type"] == "llama3",
     "scaled rotary under sliding windows": lambda c: (
         c.sliding_window is not None and c.rope_parameters["rope_type"] != "default"
     ),
@@ -108,6 +109,7 @@ class Target:
         sandwich_norms: it normalises what attention and MLP return.
         unties: the head is stored even where it equals the embeddings.
         identity_layer: tensors (value, *shape) of a layer without effect that is appended; `None` when not needed.
+        gguf: one GGUF file instead of a folder; vectors are in float32 there.
         services: the engines.
     """
 
@@ -127,11 +129,17 @@ class Target:
     sandwich_norms: bool = False
     unties: bool = False
     identity_layer: Callable[[GatedLlamaConfig], dict[str, tuple]] | None = None
+    gguf: bool = False
     services: tuple[Service, ...] = ()
 
     def has_bias(self, config: GatedLlamaConfig) -> bool:
         """Whether the attention of the export carries biases."""
         return any(present for part, present in target_configs.biases(config).items() if part in self.biases)
+
+    @property
+    def title(self) -> str:
+        """The name, with the architecture where the name stands for several."""
+        return f"{self.name} ({self.model_type})" if self.gguf else self.name
 
     def neutralises(self, config: GatedLlamaConfig) -> list[str]:
         """The projections that are scaled by 2^-30 because a norm behind them must do nothing."""
@@ -175,6 +183,7 @@ OUTPUT_BIAS = "vLLM and llama.cpp drop a bias of o_proj without a word, so the e
 
 GATED = frozenset({"headwise gate", "elementwise gate", "QK-norm", "one key/value head"})
 GATED |= {"hidden size not a multiple of the heads"}
+SCALED = {"scaled rotary", "llama3 rotary"}
 COMMON_TRICKS = {"shared gate": SHARED_ROWS, "ungated layers": ZERO_ROWS, "fp32 gate": FP32_GATE}
 COMMON_REFUSALS = {
     "no gate": "the model has no gate; use target qwen3 or llama",
@@ -185,7 +194,7 @@ COMMON_REFUSALS = {
 
 QWEN = {
     "gate": GateStorage("per_head"),
-    "native": GATED | {"tied embeddings", "scaled rotary", "partial rotary", "q/k/v bias"},
+    "native": GATED | SCALED | {"tied embeddings", "partial rotary", "q/k/v bias"},
     "tricks": COMMON_TRICKS | {"headwise gate": HEADWISE_ROWS, "gate bias": BIAS_ZEROS, "no QK-norm": NEUTRAL_QK},
     "refusals": COMMON_REFUSALS,
     "biases": "qkvg",
@@ -233,7 +242,7 @@ TARGETS = {
             "AFMoE without experts: elementwise and headwise gates in vLLM, SGLang and MLX-LM",
             target_configs.afmoe,
             gate=GateStorage("separate", "gate_proj"),
-            native=GATED | {"scaled rotary", "sliding windows", "scaled rotary under sliding windows"},
+            native=GATED | SCALED | {"sliding windows", "scaled rotary under sliding windows"},
             tricks=COMMON_TRICKS
             | {
                 "": "The norms behind attention and MLP made neutral as QK-norm is, and one layer of zeros appended.",
@@ -256,7 +265,8 @@ TARGETS = {
             target_configs.step3p5,
             gate=GateStorage("separate", "g_proj", headwise=True),
             native=(GATED - {"elementwise gate"})
-            | {"scaled rotary", "q/k/v bias", "sliding windows", "sliding windows in some layers"},
+            | SCALED
+            | {"q/k/v bias", "sliding windows", "sliding windows in some layers"},
             tricks=COMMON_TRICKS
             | {
                 "": "One layer with experts, all zeros, appended.",
@@ -334,8 +344,58 @@ TARGETS = {
 }
 
 
-def get_target(name: str) -> Target:
-    """The record of that name; ValueError with the known names otherwise."""
-    if name not in TARGETS:
-        raise ValueError(f"target={name!r} is unknown; choose one of {', '.join(TARGETS)}.")
-    return TARGETS[name]
+# Two architectures of one format: the first that represents the model is written.
+GGUF_TARGETS = (
+    Target(
+        "gguf",
+        "step35",
+        "step35",
+        "Step-3.5 without experts: headwise gates in llama.cpp",
+        gguf_configs.step35,
+        gate=GateStorage("separate", "g_proj", headwise=True),
+        native=(GATED - {"elementwise gate"})
+        | SCALED
+        | {"no QK-norm", "q/k/v bias", "partial rotary", "sliding windows", "sliding windows in some layers"},
+        tricks=COMMON_TRICKS
+        | {
+            "": "One layer of zeros with a sliding window, appended.",
+            "tied embeddings": "The head is stored as a copy of the embeddings.",
+        },
+        refusals=COMMON_REFUSALS
+        | {
+            "elementwise gate": "its gate has one score per head",
+            "gate bias": "its gate has none",
+            "scaled rotary under sliding windows": "its sliding layers are never scaled",
+        },
+        biases="qkv",
+        unties=True,
+        identity_layer=gguf_configs.step35_identity_layer,
+        gguf=True,
+        services=(Service("llama.cpp"),),
+    ),
+    Target(
+        "gguf",
+        "qwen35",
+        "qwen35",
+        "Qwen3.5's dense decoder: elementwise gates in llama.cpp",
+        gguf_configs.qwen35,
+        gate=GateStorage("per_head"),
+        native=GATED | {"tied embeddings", "scaled rotary", "partial rotary", "q/k/v bias"},
+        tricks=QWEN["tricks"] | {"": "One recurrent layer of zeros, appended."},
+        refusals=COMMON_REFUSALS | {"llama3 rotary": "it has no frequencies of its own"},
+        biases="qkvg",
+        qk_norm=True,
+        identity_layer=gguf_configs.qwen35_identity_layer,
+        gguf=True,
+        services=(Service("llama.cpp"),),
+    ),
+)
+EVERY_TARGET = (*TARGETS.values(), *GGUF_TARGETS)
+TARGET_NAMES = tuple(dict.fromkeys(target.name for target in EVERY_TARGET))
+
+
+def get_targets(name: str) -> list[Target]:
+    """The records of that name, the preferred one first; ValueError with the known names when there is none."""
+    if found := [target for target in EVERY_TARGET if target.name == name]:
+        return found
+    raise ValueError(f"target={name!r} is unknown; choose one of {', '.join(TARGET_NAMES)}.")
