@@ -17,7 +17,7 @@ from gated_llama.convert.checkpoint import convert_checkpoint
 from gated_llama.convert.export import export_checkpoint
 from gated_llama.convert.parity import load_step3p5
 from gated_llama.convert.serving import feature_table, serving_table
-from gated_llama.convert.targets import EVERY_ENGINE, FEATURES, TARGETS
+from gated_llama.convert.targets import EVERY_ENGINE, EVERY_TARGET, FEATURES, TARGET_NAMES
 from gated_llama.convert.tokenizer import PROBES
 from gated_llama_cli import export as export_command
 from gated_llama_cli.console import report_error
@@ -88,7 +88,7 @@ def test_no_verify_says_so(model, tmp_path, capsys):
 
 
 def test_command_names_every_target():
-    assert typing.get_args(export_command.Target) == tuple(TARGETS)
+    assert typing.get_args(export_command.Target) == TARGET_NAMES
 
 
 def test_command_is_on_the_command_line(model, tmp_path):
@@ -106,6 +106,9 @@ def test_serving_table_follows_from_the_records():
     assert cells["Qwen3 (QK-norm)", "elementwise", "vLLM"].startswith("as it is, `qwen3_5_text`, `afmoe` (trick)")
     assert "`step3p5` (trick)" in cells["Llama, Mistral (no QK-norm)", "headwise", "MLX-LM"]
     assert cells["Qwen2 (q/k/v bias)", "elementwise", "MLX-LM"] == "-"
+    assert {
+        cell for (_, gate, engine), cell in cells.items() if engine == "llama.cpp" and not gate.startswith("zero")
+    } == {"`gguf` (trick)"}
     ungated = [row for row in rows if row[1].startswith("zero")]
     assert [set(row[2:]) for row in ungated] == [{"`qwen3`"}, {"`llama`"}, {"`llama`"}]
 
@@ -113,12 +116,12 @@ def test_serving_table_follows_from_the_records():
 def test_records_speak_of_known_features():
     named = {
         name
-        for target in TARGETS.values()
+        for target in EVERY_TARGET
         for names in (target.native, target.tricks, target.refusals, *(s.lacks for s in target.services))
         for name in names
     }
     assert named - {""} <= set(FEATURES)
-    assert {service.engine for target in TARGETS.values() for service in target.services} <= set(EVERY_ENGINE)
+    assert {service.engine for target in EVERY_TARGET for service in target.services} <= set(EVERY_ENGINE)
     assert len(rows_of(feature_table())) == 2 + len(FEATURES)
 
 
