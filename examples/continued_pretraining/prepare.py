@@ -39,7 +39,7 @@ TINY = {
     "source": "models/source",
     "source_bos": "<s>",
     "data": {"context": 63, "repeat": True},
-    "training": {"max_steps": 6, "warmup_steps": 0, "bf16": False},
+    "training": {"max_steps": 6, "warmup_steps": 0},
     "measure": {"every": 3},
 }
 

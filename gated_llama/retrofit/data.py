@@ -131,6 +131,11 @@ class Rows(Dataset):
         """What identifies each text and its tokenizer."""
         return {name: Path(stream.filename).stem for name, stream in self.streams.items()}
 
+    @property
+    def order(self) -> str:
+        """What identifies the rows and their order."""
+        return hashlib.sha256(json.dumps([self.places, self.context]).encode()).hexdigest()[:32]
+
     def __len__(self) -> int:
         return len(self.places)
 
@@ -142,7 +147,8 @@ class Rows(Dataset):
 
 def mix_rows(tokenizer, data: Data, count: int, *, seed: int, cache: Path, progress: Progress | None = None) -> Rows:
     """
-    `count` rows, from each text as many as its share says, in an order that depends on the seed alone.
+    `count` rows, from each text as many as its share says, in an order that depends on the seed and on the order in
+    which the texts are named.
 
     Raises ValueError for a text that has fewer rows than that, unless `data.repeat`.
     """

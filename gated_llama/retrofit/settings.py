@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 import yaml
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from ..convert.tensor_files import one_line
 
+
+logger = logging.get_logger(__name__)
 
 GATES = ("*.self_attn.g_proj.*", "*.self_attn.g_param")
 
@@ -35,7 +39,6 @@ TRAINING_DEFAULTS = {
     "per_device_train_batch_size": 1,
     "learning_rate": 1e-4,
     "lr_scheduler_type": "cosine",
-    "bf16": True,
     "logging_steps": 1,
     "logging_nan_inf_filter": False,
     "save_steps": 100,
@@ -448,8 +451,6 @@ def _check_stages(settings: Settings) -> None:
 
 def training_arguments(settings: Settings) -> TrainingArguments:
     """The library's own arguments; ValueError in one line for a value that it refuses."""
-    import torch
-
     fixed = {
         "output_dir": settings.output,
         "seed": settings.seed,
@@ -460,6 +461,8 @@ def training_arguments(settings: Settings) -> TrainingArguments:
     }
     if len(settings.stages) > 1:
         fixed["ddp_find_unused_parameters"] = True
+    if fixed["use_cpu"] and settings.training.get("bf16") and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        logger.warning("This processor has no bfloat16 instructions: training.bf16 makes it slower, not faster.")
     try:
         return TrainingArguments(**{**TRAINING_DEFAULTS, **fixed, **settings.training})
     except (ValueError, TypeError, ImportError) as error:

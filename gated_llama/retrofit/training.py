@@ -6,10 +6,11 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -143,7 +144,8 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):  # probes see whole layers only
         trainer.add_callback(Watch(trainer, with_first(watched, student_bos)))
     fields = {name: value for name, value in settings.to_dict().items() if name not in IRRELEVANT}
-    return trainer, {"settings": fields, "texts": rows.digests, "world_size": arguments.world_size}
+    identity = {"settings": fields, "texts": rows.digests, "rows": rows.order, "world_size": arguments.world_size}
+    return trainer, identity
 
 
 def open_source(settings: Settings, tokenizer, say) -> tuple[torch.nn.Module | None, int | None]:
@@ -208,15 +210,16 @@ def finished(output: Path, settings: Settings) -> TrainingReport | None:
     """The report of a run that is complete; ValueError when it was a run of other settings."""
     if not (output / MODEL).is_dir() or not (output / RECORD).is_file():
         return None
-    record, run = (json.loads((output / name).read_text()) for name in (RECORD, RUN))
-    compare(output, run["settings"], json.loads(json.dumps(settings.to_dict())))
+    record = json.loads((output / RECORD).read_text())
+    if not record["complete"]:
+        return None
+    compare(output, {"settings": record["settings"]}, {"settings": settings.to_dict()})
     names = ("complete", "steps", "max_steps", "tokens", "seconds", "log")
-    return TrainingReport(output=output, **{name: record[name] for name in names}) if record["complete"] else None
+    return TrainingReport(output=output, **{name: record[name] for name in names})
 
 
 def prepare_folder(output: Path, identity: dict, resume: str) -> str | None:
     """Makes or clears the folder; returns the checkpoint to continue from."""
-    identity = json.loads(json.dumps(identity))
     found = last_checkpoint(output)
     if resume == "none":
         for path in [*output.glob("checkpoint-*"), output / MODEL]:
@@ -225,25 +228,31 @@ def prepare_folder(output: Path, identity: dict, resume: str) -> str | None:
             (output / name).unlink(missing_ok=True)
         found = None
     elif found is not None:
-        run = json.loads((output / RUN).read_text())
-        compare(output, run.pop("settings"), {**identity}.pop("settings"))
-        compare(output, run, {key: value for key, value in identity.items() if key != "settings"})
+        compare(output, json.loads((output / RUN).read_text()), identity)
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / RUN, identity)
     return found
 
 
-def compare(output: Path, earlier: dict, now: dict, place: str = "") -> None:
-    """ValueError that names the first difference."""
-    for key in sorted({*earlier, *now} - set(IRRELEVANT if not place else ())):
-        before, after, name = earlier.get(key), now.get(key), f"{place}{key}"
-        if isinstance(before, dict) and isinstance(after, dict):
-            compare(output, before, after, f"{name}.")
-        elif before != after:
+def compare(output: Path, earlier: dict, now: dict) -> None:
+    """ValueError that names the first difference between two runs, as far as both say what they depend on."""
+    earlier, now = (dict(flat(json.loads(json.dumps(run)))) for run in (earlier, now))
+    for name in sorted(earlier.keys() | now.keys()):
+        before, after = (run.get(name, "nothing") for run in (earlier, now))
+        if before != after and name not in IRRELEVANT:
             raise ValueError(
                 f"{output} holds a run with {name}={before!r}, and now it is {after!r}: continue with the same "
                 "configuration, name another output, or start anew with --resume none."
             )
+
+
+def flat(content: dict, place: str = "") -> Iterator[tuple[str, Any]]:
+    """("data.context", 511) and so on; what stands under "settings" has no prefix."""
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, "" if not place and name == "settings" else f"{place}{name}.")
+        else:
+            yield f"{place}{name}", value
 
 
 def last_checkpoint(output: Path) -> str | None:

@@ -1,0 +1,453 @@
+"""RetrofitTrainer: accumulation, resuming, ranks, parameter groups, stages, texts, and what watches."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from retrofit_runs import ALL_LOSSES, STORIES, prepare, run, settings, steps
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gated_llama.retrofit import data, losses
+from gated_llama.retrofit.settings import Data, Text
+from gated_llama.retrofit.trainer import frozen, parameter_groups
+from gated_llama.retrofit.training import build_trainer, train
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """(folder, recipe) of an identity conversion with biases in the attention, as a transplant has them."""
+    folder = tmp_path_factory.mktemp("retrofit")
+    return folder, prepare(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(STORIES)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+# What a step is.
+
+
+def test_micro_batches_do_not_matter(workshop):
+    """Eight rows at once, one at a time, and two at a time take the same steps, with every loss."""
+    folder, recipe = workshop
+    results = {}
+    for batch, accumulation in ((8, 1), (1, 8), (2, 4)):
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        training = recipe["training"] | sizes | {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1}
+        name = f"accumulate-{batch}"
+        report = run(folder, recipe, name, losses=ALL_LOSSES, training=training, first_key_dropout=0.5)
+        results[batch] = steps(report), weights(folder / name)
+    for batch in (1, 2):
+        for mine, theirs in zip(results[batch][0], results[8][0], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+        for name, value in results[8][1].items():
+            torch.testing.assert_close(results[batch][1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+    start = load_file(folder / "gated" / "model.safetensors")
+    moved = [name for name, value in results[8][1].items() if not torch.equal(value, start[name])]
+    assert len(moved) == len(start)
+
+
+def test_the_loss_is_the_weighted_sum_of_its_terms(workshop):
+    folder, recipe = workshop
+    report = run(folder, recipe, "sum", losses=ALL_LOSSES)
+    for entry in steps(report):
+        weights = {"next_token": 0.3, "kl": 1.0, "attention_output": 0.5, "outlier": 0.1, "sink": 1.0, "gate": 0.1}
+        total = sum(weight * entry[f"loss_{name}"] for name, weight in weights.items())
+        assert entry["loss"] == pytest.approx(total, rel=1e-5)
+        assert entry["learning_rate_gates"] == pytest.approx(10 * entry["learning_rate"])
+        assert entry["tokens"] == entry["step"] * 32
+
+
+def test_identity_starts_at_the_source(workshop):
+    """With the same first token on both sides, KL and output matching are zero at the first step."""
+    folder, recipe = workshop
+    report = run(folder, recipe, "same", losses={"kl": 1.0, "attention_output": 1.0}, student_bos="<s>")
+    first = steps(report)[0]
+    assert first["loss_kl"] == pytest.approx(0, abs=1e-6)
+    assert first["loss_attention_output"] == pytest.approx(0, abs=1e-9)
+
+
+def test_kl_falls(tmp_path):
+    """From random gates, which break the model; the student runs without the first token of the source."""
+    recipe = prepare(tmp_path, policy="normal")
+    sizes = {"per_device_train_batch_size": 4, "max_steps": 25}
+    report = run(tmp_path, recipe, data={"repeat": True}, training=sizes)
+    values = [entry["loss_kl"] for entry in steps(report)]
+    assert sum(values[-5:]) / 5 < 0.5 * values[0]
+
+
+def test_schedules_switch_terms(workshop):
+    folder, recipe = workshop
+    losses = {"next_token": {"weight": 1.0, "stop": 3}, "gate": {"weight": 2.0, "start": 2, "ramp": 2}}
+    log = steps(run(folder, recipe, "schedule", losses=losses))
+    assert [("loss_next_token" in e, "loss_gate" in e) for e in log] == [(True, False)] * 2 + [(True, True)] + [
+        (False, True)
+    ] * 3
+    assert log[2]["loss"] == pytest.approx(log[2]["loss_next_token"] + log[2]["loss_gate"])
+    assert log[3]["loss"] == pytest.approx(2 * log[3]["loss_gate"])
+
+
+# Stopping and continuing.
+
+
+class Stop:
+    """A progress callback that sends a signal once a step is reached, as Ctrl-C does."""
+
+    def __init__(self, step: int, number=signal.SIGINT):
+        self.step, self.number = step, number
+
+    def __call__(self, step, steps, log):
+        if step == self.step and "loss" in log:
+            self.step = None
+            os.kill(os.getpid(), self.number)
+
+
+STAGES = [{"train": ["gates"], "until": 2}, {"train": ["gates", "attention"], "until": 4}, {"train": ["all"]}]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(stop, workshop):
+    """Bit for bit: losses, measurements and weights, with stages, dropout of keys and of attention."""
+    folder, recipe = workshop
+    gated = folder / "gated"
+    config = json.loads((gated / "config.json").read_text())
+    (gated / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    try:
+        options = {"losses": ALL_LOSSES, "stages": STAGES, "first_key_dropout": 0.5, "measure": {"every": 2}}
+        if not (folder / "whole").is_dir():
+            run(folder, recipe, "whole", **options)
+        whole = train(settings(folder, recipe, output=str(folder / "whole"), **options))
+        chosen = settings(folder, recipe, output=str(folder / f"stopped-{stop}"), **options)
+        stopped = train(chosen, progress=Stop(stop))
+        assert stopped.interrupted
+        assert stopped.steps == stop + 1  # the step that was under way
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not (folder / f"stopped-{stop}" / "model").exists()
+        record = json.loads((folder / f"stopped-{stop}" / "training.json").read_text())
+        assert (record["complete"], record["steps"]) == (False, stop + 1)
+        resumed = train(chosen)
+    finally:
+        (gated / "config.json").write_text(json.dumps(config))
+    assert resumed.complete
+    assert [{k: v for k, v in e.items() if "seconds" not in k} for e in resumed.log[:-1]] == [
+        {k: v for k, v in e.items() if "seconds" not in k} for e in whole.log[:-1]
+    ]
+    for name, value in weights(folder / "whole").items():
+        assert torch.equal(weights(folder / f"stopped-{stop}")[name], value), name
+    assert not list((folder / f"stopped-{stop}").glob("checkpoint-*"))
+
+
+def test_an_unfinished_checkpoint_is_passed_over(workshop):
+    """As a process that was killed while it wrote leaves one."""
+    folder, recipe = workshop
+    changes = {"training": recipe["training"] | {"save_steps": 2, "save_total_limit": 3}}
+    whole = run(folder, recipe, "saved", **changes)
+    chosen = settings(folder, recipe, output=str(folder / "killed"), **changes)
+    train(chosen, progress=Stop(4))
+    broken = folder / "killed" / "checkpoint-5"
+    state = (broken / "trainer_state.json").read_text()
+    (broken / "trainer_state.json").write_text(state[: len(state) // 2])
+    (broken / "optimizer.pt").unlink()
+    assert steps(train(chosen)) == steps(whole)
+
+
+def test_a_signal_is_heard_twice(workshop):
+    """The second one ends the run at once; what was saved before is there."""
+    folder, recipe = workshop
+    chosen = settings(folder, recipe, output=str(folder / "twice"), training=recipe["training"] | {"save_steps": 2})
+
+    def twice(step, steps, log):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, progress=twice)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (folder / "twice" / "checkpoint-2").is_dir()
+    assert train(chosen).complete
+
+
+def test_two_ranks_equal_one(workshop):
+    """torchrun over gloo, with stages: rows, losses and weights of one process with twice the batch."""
+    folder, recipe = workshop
+    options = {"losses": ALL_LOSSES, "stages": STAGES, "first_key_dropout": 0.5}
+    sizes = recipe["training"] | {"optim": "sgd", "learning_rate": 0.1}
+    one = run(folder, recipe, "one", training=sizes | {"per_device_train_batch_size": 2}, **options)
+    chosen = folder / "ranks.json"
+    chosen.write_text(json.dumps([str(folder), recipe, options | {"training": sizes}]))
+    script = Path(__file__).with_name("retrofit_ranks.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run([*launcher, script, chosen], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    record = json.loads((folder / "two" / "training.json").read_text())
+    assert record["world_size"] == 2
+    log = [{k: v for k, v in entry.items() if k != "seconds"} for entry in record["log"] if "loss" in entry]
+    for mine, theirs in zip(log, steps(one), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    for name, value in weights(folder / "one").items():
+        torch.testing.assert_close(weights(folder / "two")[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+# Parameters.
+
+
+def test_groups(workshop):
+    """Gates at their own rate; no decay on gates and vectors; every parameter in one group."""
+    folder, recipe = workshop
+    for rate, gates in (
+        (1e-2, {"multiplier": 10}),
+        (2e-3, {"multiplier": None, "learning_rate": 2e-3}),
+        (1e-3, {"multiplier": None}),
+    ):
+        trainer, _ = build_trainer(settings(folder, recipe, gates=gates, training={"weight_decay": 0.1}))
+        optimizer = trainer.create_optimizer()
+        names = {id(p): name for name, p in trainer.model.named_parameters()}
+        groups = {group["name"]: group for group in optimizer.param_groups}
+        found = {name: sorted(names[id(p)] for p in group["params"]) for name, group in groups.items()}
+        assert sorted(chain(*found.values())) == sorted(names.values())
+        assert all(name.endswith("g_proj.weight") for name in found["gates"])
+        assert len(found["gates"]) == 5
+        assert all(name.endswith("norm.weight") for name in found["vectors"])
+        assert [groups[name]["weight_decay"] for name in ("weights", "vectors", "gates")] == [0.1, 0.0, 0.0]
+        assert [groups[name]["lr"] for name in ("weights", "vectors", "gates")] == pytest.approx([1e-3, 1e-3, rate])
+
+
+def test_gates_named_by_patterns(tiny_model, workshop):
+    folder, recipe = workshop
+    patterns = ["*.g_proj.*", "*.v_proj.bias", "*.o_proj.bias"]
+    chosen = settings(folder, recipe, gates={"parameters": patterns}, stages=[{"train": ["gates"]}])
+    model = tiny_model(qkv_bias=True, o_bias=True, gate_bias=True)
+    groups = parameter_groups(model, chosen)
+    assert set(groups.values()) == {"gates"}
+    assert {name.split("self_attn.")[1] for name in groups} == {
+        "g_proj.weight",
+        "g_proj.bias",
+        "v_proj.bias",
+        "o_proj.bias",
+    }
+    with pytest.raises(ValueError, match=r"'\*\.v_proj\.bias' matches no parameter"):
+        parameter_groups(tiny_model(), chosen)
+    with pytest.raises(ValueError, match="has no gates to train"):
+        parameter_groups(tiny_model(gate_position=None), settings(folder, recipe))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_stages_train_what_they_name_and_nothing_else(decay, workshop):
+    """After each stage, the parameters that were not its own are bitwise what they were; decay does not reach them."""
+    folder, recipe = workshop
+    seen = []
+    chosen = settings(
+        folder,
+        recipe,
+        output=str(folder / f"stages-{decay}"),
+        stages=STAGES,
+        losses={"kl": 1.0, "outlier": 0.1},
+        training=recipe["training"] | {"weight_decay": decay},
+    )
+    trainer, _ = build_trainer(chosen)
+    trainer.args.save_strategy = "no"
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+    def moved(step):
+        now = dict(trainer.model.named_parameters())
+        seen.append({name for name in now if not torch.equal(now[name], start[name])})
+        start.update({name: p.detach().clone() for name, p in now.items()})
+
+    original = trainer.enter_stage
+    trainer.enter_stage = lambda step: (moved(step), original(step))
+    trainer.train()
+    moved(6)
+    names = set(start)
+    gates = {name for name in names if ".g_proj." in name}
+    attention = {name for name in names if ".self_attn." in name}
+    assert seen == [set(), gates, gates, attention, attention, names, names]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_source_keeps_what_autocast_makes_of_it(bf16, workshop):
+    """Its weights in bfloat16 give the logits of the float32 model under autocast, bit for bit; embeddings stay."""
+    folder, recipe = workshop
+    trainer, _ = build_trainer(settings(folder, recipe, training={"bf16": bf16}))
+    ids = torch.arange(3, 40)[None]
+    source = AutoModelForCausalLM.from_pretrained(STORIES)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        expected = source(ids).logits
+        found = frozen(AutoModelForCausalLM.from_pretrained(STORIES), trainer.args)(ids).logits
+    assert torch.equal(found, expected)
+    assert found.dtype == (torch.bfloat16 if bf16 else torch.float32)
+    assert not any(parameter.requires_grad for parameter in trainer.source.parameters())
+    assert trainer.source.model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_bf16_with_checkpointing(workshop):
+    folder, recipe = workshop
+    training = recipe["training"] | {"bf16": True, "activation_checkpointing": True, "max_steps": 3}
+    plain, recomputed = (
+        steps(
+            run(
+                folder,
+                recipe,
+                f"bf16-{again}",
+                losses=ALL_LOSSES,
+                training=training | {"activation_checkpointing": again},
+            )
+        )
+        for again in (False, True)
+    )
+    for mine, theirs in zip(recomputed, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-2, abs=1e-3)
+
+
+# What watches.
+
+
+def test_watching_does_not_disturb(workshop):
+    """Measured at every step or at both ends: the same losses, bit for bit, under dropout."""
+    folder, recipe = workshop
+    often, never = (run(folder, recipe, f"watch-{n}", measure={"every": n}, losses=ALL_LOSSES) for n in (1, 100))
+    assert steps(often) == steps(never)
+    assert len(often.watched()) == 7
+    assert [entry["step"] for entry in never.watched()] == [0, 2, 6]  # the second for the warning
+    first, last = often.watched()[0], often.watched()[-1]
+    assert first["watch_gate_mean"] == 0.5
+    assert first["watch_gate_change"] == first["watch_gate_movement"] == 0
+    assert last["watch_gate_change"] > 0
+    assert last["watch_gate_norm"] > 0
+    assert 0 < last["watch_first_token_attention"] < 1
+
+
+def test_the_movement_of_gates(workshop):
+    """Relative to what random gates would weigh, as identity gates weigh nothing."""
+    folder, recipe = workshop
+    last = run(folder, recipe, "movement").watched()[-1]
+    now = torch.cat([w.flatten() for n, w in weights(folder / "movement").items() if "g_proj" in n])
+    assert last["watch_gate_norm"] == pytest.approx(now.norm().item(), rel=1e-5)
+    assert last["watch_gate_movement"] == pytest.approx((now.norm() / (0.02 * now.numel() ** 0.5)).item(), rel=1e-5)
+
+
+def test_gates_that_have_not_moved_are_told(workshop, caplog):
+    folder, recipe = workshop
+    still = {"gates": {"multiplier": 0.0}, "measure": {"every": 1.0, "warn_after": 2}}
+    run(folder, recipe, "still", **still)
+    assert "The gates have not moved: after 2 steps" in caplog.text
+    caplog.clear()
+    moving = {"gates": {"multiplier": 100}, "training": {"learning_rate": 1e-2}}
+    run(folder, recipe, "moving", measure={"every": 1.0, "warn_after": 5}, **moving)
+    assert "not moved" not in caplog.text
+
+
+# Texts.
+
+
+def test_texts_are_mixed_in_proportion(workshop, tokenizer):
+    folder, recipe = workshop
+    chosen = settings(folder, recipe)
+    cache = folder / "tokens"
+    rows = data.mix_rows(tokenizer, chosen.data, 40, seed=3, cache=cache)
+    assert Counter(rows.names) == {"prose": 10, "paragraphs": 30}
+    assert rows.names != sorted(rows.names)
+    again = data.mix_rows(tokenizer, chosen.data, 40, seed=3, cache=cache)
+    other = data.mix_rows(tokenizer, chosen.data, 40, seed=4, cache=cache)
+    assert again.places == rows.places
+    assert other.places != rows.places
+    assert len(set(rows.places)) == 40
+    assert (again.order == rows.order, other.order == rows.order) == (True, False)
+    stream = tokenizer.encode((folder / "prose.txt").read_text(), add_special_tokens=False)
+    name, place = next(place for place in rows.places if place[0] == "prose")
+    index = rows.places.index((name, place))
+    assert rows[index]["input_ids"].tolist() == stream[place * 32 : place * 32 + 32]
+    assert rows[index]["row"] == index
+
+
+def test_documents_are_joined_by_the_separator(tokenizer, tmp_path):
+    path = tmp_path / "two.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write('{"text": "Once upon a time"}\n\n{"text": "there was a cat"}\n')
+    stream = data.token_stream(tokenizer, path, "\n\n", tmp_path / "cache")
+    parts = [tokenizer.encode(t, add_special_tokens=False) for t in ("Once upon a time", "\n\n", "there was a cat")]
+    assert stream.tolist() == [*parts[0], *parts[1], *parts[2], *parts[1]]
+
+
+def test_tokens_are_cached_by_content(tokenizer, tmp_path, monkeypatch):
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text("Once upon a time there was a cat.")
+    first = data.token_stream(tokenizer, path, "", cache)
+    monkeypatch.setattr(data, "_encode", lambda *_: pytest.fail("tokenised again"))
+    assert np.array_equal(data.token_stream(tokenizer, path, "", cache), first)
+    monkeypatch.undo()
+    path.write_text("Once upon a time there was a dog.")
+    assert not np.array_equal(data.token_stream(tokenizer, path, "", cache), first)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_an_interrupted_tokenisation_leaves_nothing(tokenizer, tmp_path):
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    path.write_text("\n".join('{"text": "Once upon a time"}' for _ in range(200)))
+
+    def interrupt(name, documents):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        data.token_stream(tokenizer, path, "", cache, interrupt)
+    assert not list(cache.iterdir())
+
+
+def test_a_long_text_is_read_in_pieces(tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"line {n} of a long text\n" for n in range(300)))
+    whole = data.token_stream(tokenizer, path, "", tmp_path / "whole")
+    monkeypatch.setattr(data, "PIECE", 1000)
+    assert len(next(data.read_documents(path))) >= 1000
+    pieces = data.token_stream(tokenizer, path, "", tmp_path / "pieces")
+    assert tokenizer.decode(pieces).split() == tokenizer.decode(whole).split()
+
+
+def test_short_texts_repeat_only_when_told(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("Once upon a time there was a cat who lived in a house. " * 20)
+    texts = {"a": Text(path=str(tmp_path / "a.txt"))}
+    rows = data.mix_rows(tokenizer, Data(texts=texts, context=16, repeat=True), 100, seed=0, cache=tmp_path)
+    counts = Counter(rows.places)
+    assert max(counts.values()) - min(counts.values()) <= 1
+    with pytest.raises(
+        ValueError, match=r"is too short: it gives \d+ rows of 16 tokens and its share of 100 rows is 100"
+    ):
+        data.mix_rows(tokenizer, Data(texts=texts, context=16), 100, seed=0, cache=tmp_path)
+    with pytest.raises(ValueError, match="is too short: it gives 0 rows"):
+        data.mix_rows(tokenizer, Data(texts=texts, context=100_000, repeat=True), 1, seed=0, cache=tmp_path)
+
+
+def test_a_draw_belongs_to_its_row():
+    values = [data.draw(0, row) for row in range(500)]
+    assert values == [data.draw(0, row) for row in range(500)]
+    assert values[:5] != [data.draw(1, row) for row in range(5)]
+    assert 0.45 < sum(value < 0.5 for value in values) / 500 < 0.55
+
+
+@pytest.mark.parametrize("shares", [{"a": 1, "b": 1, "c": 1}, {"a": 0.2, "b": 0.5, "c": 5}])
+def test_proportions_add_up(shares):
+    for count in (1, 2, 10, 101):
+        found = data.proportional(shares, count)
+        assert sum(found.values()) == count
+        total = sum(shares.values())
+        assert all(abs(found[name] - share / total * count) < 1 for name, share in shares.items())
+
+
+def test_every_loss_of_the_table_was_trained_here():
+    assert ALL_LOSSES.keys() == losses.LOSSES.keys()
