@@ -210,6 +210,11 @@ def test_without_a_sink_the_identity_is_offered(tiny_model):
         measure_sink(source, rows[:1], FIRST, "<s>")
     with pytest.raises(ValueError, match="starts from a model without gates"):
         transplant_rows(tiny_model(), rows, FIRST)
+    with pytest.raises(ValueError, match=r"need float32, and the model is torch.bfloat16"):
+        transplant_rows(source.bfloat16(), rows, FIRST)
+    windowed = tiny_model(gate_position=None, sliding_window=64, layer_types=["sliding_attention"] * 3)
+    with pytest.raises(ValueError, match=r"context=127 must be smaller than the sliding window \(64\)"):
+        transplant_rows(windowed, rows, FIRST)
 
 
 @pytest.fixture(scope="module")

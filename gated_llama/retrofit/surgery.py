@@ -72,7 +72,7 @@ def transplant(
     Makes a gated model without a sink from a loaded one, which stays as it is.
 
     Args:
-        model: a causal language model of a type that `convert_checkpoint` reads, without gates. In float32, best.
+        model: a causal language model of a type that `convert_checkpoint` reads, without gates, in float32.
         texts: calibration text; of every kind that matters, in turn, since `tokens` are taken from the start.
         tokens, context: calibration tokens in all, and in a row.
         bos: the first token on which the sink sits: "auto" (the tokenizer's) or a token.
@@ -120,7 +120,7 @@ def transplant_rows(
 
     Args:
         source: a `GatedLlamaForCausalLM` with gate_position None, as `convert_checkpoint(..., position=None)` writes
-            it; it is left as it is. Fits are in its dtype: float32 is meant.
+            it, in float32; it is left as it is.
         rows: token ids [rows, context] of calibration text, without the first token.
         first: the token on which the source's sink sits.
         granularity: "headwise", or "elementwise" with the same score for every coordinate of a head.
@@ -157,6 +157,8 @@ def _check(source: nn.Module, rows: torch.Tensor) -> None:
             "A transplant starts from a model without gates in this package's format: convert the checkpoint with "
             "position=None first."
         )
+    if source.dtype != torch.float32:
+        raise ValueError(f"The fits need float32, and the model is {source.dtype}: load it with dtype=torch.float32.")
     sliding = "sliding_attention" in config.layer_types
     if sliding and rows.shape[1] >= config.sliding_window:
         raise ValueError(
