@@ -205,7 +205,7 @@ def test_hub_source_that_is_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("config_class", "changes", "match"),
     [
-        (LlamaConfig, {"model_type": "llama4"}, r"'llama4' cannot be converted; supported are llama, mistral, qwen2"),
+        (LlamaConfig, {"model_type": "llama4"}, r"'llama4' cannot be converted; supported are afmoe, llama, mistral, qwen2"),
         (LlamaConfig, {"model_type": ...}, "None cannot be converted"),
         (LlamaConfig, {"model_type": "gated_llama"}, "gated_llama checkpoint already"),
         (
