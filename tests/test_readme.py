@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import gated_llama_cli
+from gated_llama.convert.serving import serving_table
 
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +74,12 @@ def test_readme_commands_exist():
             assert name in known, line
             options = {option for parameter in known[name].params for option in parameter.opts}
             assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= options, line
+
+
+def test_the_serving_table_is_the_generated_one():
+    """A change in the records is brought here by pasting what `serving_table()` gives."""
+    tables = re.findall(r"<!-- serving table[^\n]*-->\n(.*?)<!-- end of serving table -->", README, flags=re.S)
+    assert tables == [serving_table()]
 
 
 @pytest.fixture
