@@ -12,6 +12,7 @@ from gguf import GGUFReader
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import gated_llama_cli
 from gated_llama import GatedLlamaForCausalLM
 from gated_llama.convert import export as export_module
 from gated_llama.convert import gguf_proof, gguf_target, llama_cpp, rewriting
@@ -277,7 +278,7 @@ def test_byte_level_ids(name, tmp_path):
     report = export_checkpoint(tmp_path / "source", tmp_path / "out", target="gguf", verify=False)
     assert report.tokenizer_class == f"gpt2 {name}"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "source")
-    expected = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+    expected = [tokenizer.encode(text) for text in TEXTS]
     assert run(path_of(report), [], TEXTS)["ids"] == expected
     metadata = GgufFile(path_of(report)).metadata
     assert metadata["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
@@ -294,7 +295,7 @@ def test_sentencepiece_ids(granularity, tmp_path):
     assert report.parity.passes
     assert GgufFile(path_of(report)).metadata["tokenizer.ggml.add_bos_token"] is True
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "source")
-    expected = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+    expected = [tokenizer.encode(text) for text in TEXTS]
     assert run(path_of(report), [], TEXTS)["ids"] == expected
 
 
@@ -423,6 +424,23 @@ def test_tensors_are_read_once_and_written_once(tmp_path, monkeypatch):
     names = [name for _, _, name in written]
     assert sorted(names) == sorted(GgufFile(path_of(report)).tensors)
     assert written[-1][0] == written[-1][1] == report.bytes_written
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    build_with_tokenizer(tmp_path / "source", gate_granularity="elementwise")
+    arguments = ["export", str(tmp_path / "source"), str(tmp_path / "out.gguf"), "--target", "gguf"]
+    assert gated_llama_cli.main(arguments) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "attn_q, attn_k",
+        "--tensor-type attn_q=bf16 --tensor-type attn_k=bf16",
+        "bit for bit",
+        "gpt2 qwen2",
+    ):
+        assert words in shown
+    assert gated_llama_cli.main(arguments) == 2
+    assert "exists: name another file" in capsys.readouterr().err
 
 
 def test_how_to_quantise(tmp_path):

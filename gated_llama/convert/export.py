@@ -17,6 +17,7 @@ from .export_card import export_card
 from .gguf_proof import prove_gguf
 from .gguf_target import (
     GGUF_FILE,
+    INSIDE,
     building_file,
     check_file,
     gguf_metadata,
@@ -112,6 +113,12 @@ class ExportPlan:
         return Loadable(str(self.checkpoint.folder), self.checkpoint)
 
     @property
+    def never_quantise(self) -> list[str]:
+        """Names of linear maps, as the export has them, that quantisation destroys."""
+        names = self.target.neutralises(self.config)
+        return [INSIDE[name] for name in names] if self.target.gguf else names
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
@@ -170,7 +177,7 @@ def export_checkpoint(
             shards=written.files,
             served_by=[str(service) for service in plan.target.services_for(names)],
             rewritten=plan.target.tricks_for(names),
-            never_quantise=plan.target.neutralises(plan.config),
+            never_quantise=plan.never_quantise,
             tokenizer_class=written.tokenizer,
             notes=plan.notes + written.notes + ([] if verify else ["Logits were not compared with the source's."]),
             parity=parity,
@@ -197,7 +204,7 @@ def write_folder(plan: ExportPlan, folder: Path, max_shard_size: int | str, part
 def write_file(plan: ExportPlan, folder: Path, parts) -> Written:
     write_gguf(folder / GGUF_FILE, plan.target.model_type, plan.metadata, plan.tensors, parts)
     tokenizer = " ".join(plan.metadata[f"tokenizer.ggml.{key}"] for key in ("model", "pre"))
-    return Written(1, tokenizer, [quantisation_note(plan.target.neutralises(plan.config))])
+    return Written(1, tokenizer, [quantisation_note(plan.never_quantise)])
 
 
 def plan_export(checkpoint: Checkpoint, candidates: list[Target], dtype: str | torch.dtype | None) -> ExportPlan:
@@ -217,8 +224,9 @@ def plan_export(checkpoint: Checkpoint, candidates: list[Target], dtype: str | t
         config.rms_norm_eps = storable_eps(config.rms_norm_eps, target.zero_centred)
         notes.append(f"rms_norm_eps is {config.rms_norm_eps:.6g}, so that bfloat16 holds the neutral gains exactly.")
     kept = expected_tensors(config, dtype)
+    rounding = Loadable(str(checkpoint.folder), checkpoint).rounding(dtype)
     tensors = {
-        name: Recipe(shape, partial(read_rounded, checkpoint, name, stored_dtype(target, name, shape, dtype)))
+        name: Recipe(shape, partial(read_rounded, checkpoint, name, stored_dtype(target, name, shape, rounding)))
         for name, shape in source_tensors.items()
         if name in kept
     }

@@ -79,9 +79,10 @@ def proof(report) -> str:
     parity = report.parity
     if parity is None:
         return "The logits were not compared with the source's when this was written."
+    computed = "" if report.proof else " and computed in float32"
     return (
-        f"Before this folder appeared, its logits were compared with the source's on {parity.tokens} tokens, both "
-        f"stored in {parity.dtype} and computed in float32: the largest difference is {parity.max_abs_difference:.2g} "
+        f"Before this export appeared, its logits were compared with the source's on {parity.tokens} tokens, both "
+        f"stored in {parity.dtype}{computed}: the largest difference is {parity.max_abs_difference:.2g} "
         f"(largest logit {parity.largest_logit:.3g}), the mean KL divergence {parity.kl:.2g} nats."
-        + (" Its tokenizer gives the source's ids." if report.tokenizer_class else "")
+        + (" Its tokenizer gives the source's ids." if report.tokenizer_class and not report.proof else "")
     )

@@ -8,7 +8,7 @@ token ids and log-probabilities are compared with the source's.
 
 import importlib.metadata
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, floor, log, pi, sqrt
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from .loading import Loadable
 from .parity import Parity, judge, text_ids
 from .rewriting import NEUTRAL_SCALE
 from .targets import Target
-from .tokenizer import PROBES
+from .tokenizer import PROBES, expected_ids
 
 
 # Keys of the file (below the architecture's name) -> the field of the config that they must hold.
@@ -49,6 +49,9 @@ LOST = 2.0**-119
 TEXT, RANDOM = 48, 384
 STEPS, WIDTH = 8, 1000
 
+# As in `parity`, for log-probabilities; llama.cpp rounds what it multiplies with matrices of a short dtype to that.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
 
 def prove_gguf(
     source: Loadable, config: GatedLlamaConfig, target: Target, dtype: torch.dtype, path: Path
@@ -65,9 +68,10 @@ def prove_gguf(
         return None, f"{proof} llama.cpp was not run: pip install {llama_cpp.PACKAGE} for that."
     parity = run_llama_cpp(source, config, dtype, path)
     version = importlib.metadata.version(llama_cpp.PACKAGE)
+    rounding = "" if dtype == torch.float32 else ", which rounds what it multiplies with matrices to their dtype"
     return parity, (
-        f"{proof} The comparison was made with llama.cpp ({llama_cpp.PACKAGE} {version}), on the log-probabilities "
-        f"among the {min(WIDTH, config.vocab_size)} likeliest tokens at each; its tokenizer gives the source's ids."
+        f"{proof} The logits were llama.cpp's ({llama_cpp.PACKAGE} {version}{rounding}), as log-probabilities among "
+        f"the {min(WIDTH, config.vocab_size)} likeliest tokens. Its tokenizer gives the source's ids."
     )
 
 
@@ -262,17 +266,18 @@ def run_llama_cpp(source: Loadable, config: GatedLlamaConfig, dtype: torch.dtype
     size = {"context": room + STEPS, "threads": torch.get_num_threads(), "width": min(WIDTH, config.vocab_size)}
     question = {"model": str(path), "texts": PROBES, "prompts": rows, "steps": STEPS}
     reply = llama_cpp.ask(question | size)
-    tokenizer = source.raw_tokenizer() or source.load_tokenizer().backend_tokenizer
-    for text, ids in zip(PROBES, reply["ids"], strict=True):
-        if (expected := tokenizer.encode(text, add_special_tokens=False).ids) != ids:
-            raise ValueError(f"llama.cpp splits {text!r} into {ids}, and the source's tokenizer into {expected}.")
+    expected, _ = expected_ids(source.load_tokenizer(), source.checkpoint.folder)
+    for text, ids, found in zip(PROBES, expected, reply["ids"], strict=True):
+        if found != ids.full:
+            raise ValueError(f"llama.cpp makes {found} of {text!r}, and the source's tokenizer {ids.full}.")
     model = source.load_model("float32")
     for parameter in model.parameters():
         if not stays_float32("", parameter.shape):
             parameter.copy_(parameter.to(dtype))
     pairs = [compare_steps(model, ids, found) for ids, found in zip(rows, reply["completions"], strict=True)]
     expected, found = (torch.stack(parts) for parts in zip(*pairs, strict=True))
-    return judge(expected, found, dtype)
+    parity = judge(expected, found, dtype)
+    return replace(parity, tolerance=TOLERANCES[dtype] * max(1.0, parity.largest_logit))
 
 
 def compare_steps(model, ids: list[int], completion: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

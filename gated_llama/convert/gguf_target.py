@@ -128,8 +128,8 @@ def value_type(value: Any):
 
 
 def quantisation_note(names: Iterable[str]) -> str:
-    """How to quantise an export whose projections `names` (Transformers' names) are scaled by 2^-30."""
-    flags = "".join(f" --tensor-type {INSIDE[name]}=bf16" for name in names)
+    """How to quantise an export whose matrices `names` must stay as they are."""
+    flags = "".join(f" --tensor-type {name}=bf16" for name in names)
     if not flags:
         return "llama-quantize takes this file as it is, without exceptions for any tensor."
     return f"Quantise with `llama-quantize{flags} {GGUF_FILE} OUT TYPE`: without these options the result is noise."

@@ -3,9 +3,9 @@ llama.cpp, asked in a process of its own, which it may abort: `python llama_cpp.
 
 A question names a GGUF file ("model"), a context size ("context"), a number of threads ("threads"), texts to tokenize
 ("texts"), prompts as lists of ids ("prompts"), and how many tokens to decode greedily after each ("steps") with how
-many log-probabilities at each ("width"). The answer has the ids of the texts ("ids"), and for each prompt the decoded
-ids ("tokens") and the ids and natural log-probabilities of the likeliest tokens at each step ("likeliest"). Keys and
-values are cached in float32, without flash attention.
+many log-probabilities at each ("width"). The answer has the ids of the texts, special tokens included ("ids"), and for
+each prompt the decoded ids ("tokens") and the ids and natural log-probabilities of the likeliest tokens at each step
+("likeliest"). Keys and values are cached in float32, without flash attention.
 """
 
 import importlib.util
@@ -27,12 +27,19 @@ def is_installed() -> bool:
 def ask(question: dict[str, Any]) -> dict[str, Any]:
     """The answer; ValueError with the first error that llama.cpp reports when it does not run the file."""
     result = subprocess.run(
-        [sys.executable, __file__], input=json.dumps(question), capture_output=True, encoding="utf-8", errors="replace"
+        [sys.executable, __file__],
+        input=json.dumps(question),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
     )
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["it ended without a word"]
         reason = next((line for line in lines if "rror" in line or "ASSERT" in line), lines[-1])
-        raise ValueError(f"llama.cpp does not run the written file: {reason.strip()}")
+        raise ValueError(
+            f"llama.cpp does not run the written file: {reason.strip()}. Update {PACKAGE}, or switch verifying off."
+        )
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -51,7 +58,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     server = xllamacpp.Server(parameters)
     return {
         "ids": [
-            post(server, "tokenize", {"content": text, "add_special": False, "parse_special": True})["tokens"]
+            post(server, "tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
             for text in question["texts"]
         ],
         "completions": [decode(server, ids, question) for ids in question["prompts"]],
