@@ -8,11 +8,25 @@ import torch
 from checkpoints import change_config, load, logits_of
 from export_models import FLOAT32, GATED_TARGETS, IDS, MODELS, QWEN, ROTARY, build
 from safetensors.torch import load_file, save_file
-from transformers import AfmoeConfig, AfmoeForCausalLM
+from transformers import AfmoeConfig, AfmoeForCausalLM, AutoConfig, AutoModelForCausalLM
 
 from gated_llama.convert import convert_checkpoint, export_checkpoint
 from gated_llama.convert.exported import ADDED_LAYER, NEUTRAL_OUTPUTS, NEUTRAL_QK, NO_OUTPUT_BIAS, REPEATED_ROWS
 from gated_llama_cli import main
+
+
+QWEN_SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "layer_types": ["full_attention"] * 2,
+    "num_experts": 0,
+}
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
@@ -97,6 +111,24 @@ def test_bfloat16_comes_back_through_moved_gains(target, tmp_path):
     assert (logits_of(source, IDS) - logits_of(again, IDS)).abs().max() <= FLOAT32
     export_checkpoint(tmp_path / "b", tmp_path / "again", target=target, dtype="bfloat16", verify=False)
     before, after = weights(out), weights(tmp_path / "again")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("target", QWEN)
+def test_a_foreign_bfloat16_model_comes_back_bitwise(target, tmp_path):
+    """Gains near 1 need float32, and their form of the target does not: it holds what the source held."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(target, **QWEN_SIZES)
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    model.save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "gated")
+    report = export_checkpoint(tmp_path / "gated", tmp_path / "again", target=target)
+    assert report.parity.max_abs_difference <= FLOAT32
+    before, after = weights(tmp_path / "source"), weights(tmp_path / "again")
+    assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -71,7 +71,7 @@ class Parity:
 
 def compare(source: Loadable, export: Path, target: Target, dtype: torch.dtype) -> Parity:
     """Runs both and compares; one model is in memory at a time. ValueError when the export cannot be loaded."""
-    model = source.load_model(str(dtype).removeprefix("torch.")).float()
+    model = source.load_model(str(source.rounding(dtype)).removeprefix("torch.")).float()
     ids, positions = sample(model.config, source)
     expected = logits_of(model, ids, positions)
     del model

@@ -21,6 +21,9 @@ from .targets import Target
 NEUTRAL_SCALE = 2.0**-30
 SMALLEST_NEUTRAL_EPS = 1e-8
 
+# From this mean on, a reader of a target with `small_gains` takes stored gains for plain ones.
+MISREAD_MEAN = 0.5
+
 PROJECTIONS = {part: f"self_attn.{part}_proj" for part in "qkvgo"}
 
 # The linear maps that read the output of each norm, and nothing else does.
@@ -179,6 +182,10 @@ class Rewriting:
         if not self.target.zero_centred or (self.dtype != torch.bfloat16 and not self.target.small_gains):
             return
         gain = layer[norm].build()
+        stored = norm_to_zero_centred(gain)
+        exact = torch.equal(stored.to(self.dtype).float(), stored)
+        if exact and not (self.target.small_gains and stored.mean() >= MISREAD_MEAN):
+            return
         # Without bfloat16 nothing is lost in storing; one factor for the whole norm brings its mean below 1.
         factors = gain_factors(gain if self.dtype == torch.bfloat16 else gain.mean()).expand_as(gain)
         layer[norm] = layer[norm].times(factors)
