@@ -48,6 +48,15 @@ class Loadable:
             sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
         return str(max(sizes, key=sizes.get)).removeprefix("torch.")
 
+    def rounding(self, dtype: torch.dtype) -> torch.dtype:
+        """
+        The dtype to read this model in for a copy of it in `dtype`.
+
+        A model that is in `dtype` already is read as it is: its few float32 tensors, gains of zero-centred norms that
+        an import kept, would lose digits that the copy may be able to store.
+        """
+        return torch.float32 if self.stored_dtype == str(dtype).removeprefix("torch.") else dtype
+
     @property
     def has_tokenizer(self) -> bool:
         if self.checkpoint.gguf_file:
