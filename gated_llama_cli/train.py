@@ -1,5 +1,6 @@
 """`gated-llama train`: a retrofit, from one YAML file; can be stopped and continued at any point."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,7 +37,8 @@ def train(
     if report.interrupted:
         err.print(f"Saved at step {report.steps} of {report.max_steps}; the same command continues.")
         raise typer.Exit(INTERRUPTED)
-    show(report)
+    if os.environ.get("RANK", "0") == "0":  # of torchrun
+        show(report)
 
 
 class Bar:

@@ -17,7 +17,7 @@ from retrofit_runs import ALL_LOSSES, STORIES, prepare, run, settings, steps
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gated_llama.retrofit import data, losses
+from gated_llama.retrofit import data, losses, targets
 from gated_llama.retrofit.settings import Data, Text
 from gated_llama.retrofit.trainer import frozen, parameter_groups
 from gated_llama.retrofit.training import build_trainer, train
@@ -100,6 +100,42 @@ def test_schedules_switch_terms(workshop):
     ] * 3
     assert log[2]["loss"] == pytest.approx(log[2]["loss_next_token"] + log[2]["loss_gate"])
     assert log[3]["loss"] == pytest.approx(2 * log[3]["loss_gate"])
+
+
+class Killed(Exception):
+    """What ends a computation half-way."""
+
+
+def test_targets_of_the_source_are_kept_in_a_file(workshop, monkeypatch):
+    """They are computed once, also in two attempts, and give the losses of the source itself."""
+    folder, recipe = workshop
+    live = run(folder, recipe, "live", losses={"kl": {"top_k": 20}})
+    kl = {"kl": {"top_k": 20, "targets": str(folder / "kept" / "targets.bin")}}
+
+    def stop(line):
+        if line.startswith("source: row 4"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        build_trainer(settings(folder, recipe, output=str(folder / "stored"), losses=kl), stop)
+    partial = folder / "kept" / ".targets.bin.partial"
+    assert partial.stat().st_size == targets.HEADER + 3 * 32 * 20 * 8
+    with partial.open("ab") as file:
+        file.write(b"a record that was cut off")
+    lines = []
+    trainer, _ = build_trainer(settings(folder, recipe, losses=kl), lines.append)
+    assert sum(line.startswith("source: row") for line in lines) == 3
+    assert trainer.source is None
+    monkeypatch.setattr(targets, "compute", lambda *_: pytest.fail("computed again"))
+    stored = run(folder, recipe, "stored", losses=kl)
+    for mine, theirs in zip(steps(stored), steps(live), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    with_states = run(folder, recipe, "stored-states", losses=kl | {"attention_output": 1.0}, student_bos="<s>")
+    assert steps(with_states)[0]["loss_attention_output"] == pytest.approx(0, abs=1e-9)
+    assert steps(with_states)[0]["loss_kl"] == pytest.approx(0, abs=1e-6)
+    for changes in ({"seed": 1}, {"losses": {"kl": kl["kl"] | {"top_k": 21}}}, {"source_bos": "none"}):
+        with pytest.raises(ValueError, match="was made for other rows, another source or another top_k"):
+            build_trainer(settings(folder, recipe, **({"losses": kl} | changes)))
 
 
 # Stopping and continuing.

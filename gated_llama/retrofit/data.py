@@ -116,11 +116,12 @@ class Rows(Dataset):
     """
     Rows of `context` ids in a fixed order, each {"input_ids": [context], "row": its index}.
 
-    names: the text that each row is from.
+    names: the text that each row is from. targets: records of `targets.stored_targets`, which rows then bring along.
     """
 
     def __init__(self, streams: dict[str, np.ndarray], places: list[tuple[str, int]], context: int):
         self.streams, self.places, self.context = streams, places, context
+        self.targets: np.ndarray | None = None
 
     @property
     def names(self) -> list[str]:
@@ -142,7 +143,12 @@ class Rows(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         name, row = self.places[index]
         ids = self.streams[name][row * self.context : (row + 1) * self.context]
-        return {"input_ids": torch.from_numpy(ids.astype(np.int64)), "row": torch.tensor(index)}
+        item = {"input_ids": torch.from_numpy(ids.astype(np.int64)), "row": torch.tensor(index)}
+        if self.targets is not None:
+            record = self.targets[index]
+            item["target_ids"] = torch.from_numpy(record["ids"].astype(np.int64))
+            item["target_log_probabilities"] = torch.from_numpy(record["log_probabilities"].copy())
+        return item
 
 
 def mix_rows(tokenizer, data: Data, count: int, *, seed: int, cache: Path, progress: Progress | None = None) -> Rows:
@@ -198,9 +204,9 @@ def draw(seed: int, row: int) -> float:
     return torch.rand((), generator=_generator(f"{seed}:draw:{row}")).item()
 
 
-def same_tokens(tokenizer, other, texts: dict[str, str]) -> str | None:
+def same_tokens(tokenizer, other, paths: list[str]) -> str | None:
     """The first of the files whose beginning the two tokenizers give different ids; None where they agree."""
-    for path in texts.values():
+    for path in paths:
         sample = next(read_documents(path), "")[:2000]
         first, second = (each.encode(sample, add_special_tokens=False) for each in (tokenizer, other))
         if first != second:

@@ -142,7 +142,8 @@ def next_token(batch: Batch, settings: Loss) -> torch.Tensor:
 
 def kl(batch: Batch, settings: Loss) -> torch.Tensor:
     """KL(p_source || p_student) in nats per token, of the whole vocabulary or of its top k and the rest together."""
-    student = batch.student.logits[:, -batch.tokens :].flatten(0, 1)
+    tokens = batch.tokens if batch.targets is None else batch.targets[0].shape[1]
+    student = batch.student.logits[:, -tokens:].flatten(0, 1)
     if batch.targets is not None:
         ids, log_probabilities = (target.flatten(0, 1) for target in batch.targets)
         return top_k_divergence(student, ids, log_probabilities).mean()

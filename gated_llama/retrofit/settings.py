@@ -5,19 +5,16 @@ run: `200` and `0.5`.
 """
 
 import dataclasses
-import difflib
-import re
-import types
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar
 
 import torch
-import yaml
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..convert.tensor_files import one_line
+from .reading import build, check_name, read_yaml
 
 
 logger = logging.get_logger(__name__)
@@ -94,10 +91,20 @@ class Loss(Schedule):
     SHORTHAND: ClassVar[str] = "weight"
     weight: float = 1.0
 
+    @classmethod
+    def kind(cls, name: str) -> "type[Loss]":
+        """The settings of the loss `name`; ValueError for an unknown one."""
+        check_name(name, LOSS_SETTINGS, f"losses.{name}")
+        return LOSS_SETTINGS[name]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence(Loss):
-    """top_k: compare the source's k most likely tokens and all others together; None compares the whole vocabulary."""
+    """
+    top_k: compare the source's k most likely tokens and all others together; None compares the whole vocabulary.
+
+    targets: file of the source's top k for the rows of this run; it is written first where it does not exist.
+    """
 
     top_k: int | None = None
     targets: str | None = None
@@ -230,149 +237,19 @@ class Settings:
         return dataclasses.asdict(self)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as one expects it: `1e-4` is a number, and a key given twice is an error."""
-
-    def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if repeated := sorted({str(key) for key in keys if keys.count(key) > 1}):
-            raise ValueError(f"line {node.start_mark.line + 1}: {', '.join(repeated)} is given twice")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
 def read_settings(path: str | Path, **overrides: Any) -> Settings:
     """
     The run that a YAML file describes; `extends: other.yaml` (beside it) gives what the file itself leaves out.
 
     overrides: top-level fields that win over the file. Raises ValueError, with the place in the file, for a mistake.
     """
-    raw = _read(Path(path), [])
+    raw = read_yaml(Path(path))
     try:
-        return _settings(raw | {name: value for name, value in overrides.items() if value is not None})
+        settings = build(Settings, raw | {name: value for name, value in overrides.items() if value is not None})
+        _check(settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read(path: Path, seen: list[Path]) -> dict:
-    if path.resolve() in seen:
-        raise ValueError(f"{path} extends itself, through {', '.join(file.name for file in seen)}.")
-    if not path.is_file():
-        raise ValueError(f"Configuration {path} does not exist.")
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"{path} is not readable YAML: {one_line(error)}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} must hold keys and values, such as `model: DIR`; it holds {type(raw).__name__}.")
-    base = raw.pop("extends", None)
-    if base is None:
-        return raw
-    if not isinstance(base, str):
-        raise ValueError(f"{path}: extends must name one file, not {base!r}.")
-    return _merged(_read(path.parent / base, [*seen, path.resolve()]), raw)
-
-
-def _merged(base: dict, own: dict) -> dict:
-    """Keys of `own` win; sections are merged key by key, and a key set to null is taken out."""
-    result = dict(base)
-    for key, value in own.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = _merged(result[key], value) if both else value
-    return {key: value for key, value in result.items() if value is not None}
-
-
-def _settings(raw: dict) -> Settings:
-    settings = _build(Settings, raw, "")
-    _check(settings)
     return settings
-
-
-def _build(annotation, value, place: str):
-    """`value` as `annotation` asks; ValueError that names `place`."""
-    if annotation is Any:
-        return value
-    if dataclasses.is_dataclass(annotation):
-        return _build_dataclass(annotation, value, place)
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal and value in arguments:
-        return value
-    if origin in (Union, types.UnionType):
-        return _build_union(arguments, value, place)
-    if origin is list and isinstance(value, list):
-        return [_build(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        if place == "losses":
-            return {name: _build(_loss(name), _or_empty(item), f"losses.{name}") for name, item in value.items()}
-        return {str(name): _build(arguments[1], item, f"{place}.{name}") for name, item in value.items()}
-    if annotation is float and type(value) in (int, float):
-        return float(value)
-    if type(value) is annotation:
-        return value
-    raise ValueError(f"{place}={value!r} must be {_words(annotation)}.")
-
-
-def _build_union(arguments, value, place: str):
-    for argument in arguments:
-        if argument is type(value) or (argument is type(None) and value is None):
-            return value
-    rest = [argument for argument in arguments if argument is not type(None)]
-    if len(rest) == 1:
-        return _build(rest[0], value, place)
-    raise ValueError(f"{place}={value!r} must be {' or '.join(map(_words, rest))}.")
-
-
-def _build_dataclass(kind, value, place: str):
-    if (shorthand := getattr(kind, "SHORTHAND", None)) and not isinstance(value, dict):
-        value = {shorthand: value}
-    if not isinstance(value, dict):
-        raise ValueError(f"{place}={value!r} must hold keys and values: {', '.join(_fields(kind))}.")
-    prefix = f"{place}." if place else ""
-    for name in value:
-        check_name(str(name), _fields(kind), f"{prefix}{name}" if prefix else f"key {name!r}")
-    hints = get_type_hints(kind)
-    required = [
-        f.name
-        for f in dataclasses.fields(kind)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if absent := [name for name in required if value.get(name) is None]:
-        raise ValueError(f"{prefix}{absent[0]} is missing.")
-    return kind(**{name: _build(hints[name], item, f"{prefix}{name}") for name, item in value.items()})
-
-
-def _fields(kind) -> list[str]:
-    return [f.name for f in dataclasses.fields(kind)]
-
-
-def _or_empty(value):
-    return {} if value is None else value
-
-
-def _loss(name: str) -> type[Loss]:
-    check_name(name, LOSS_SETTINGS, f"losses.{name}")
-    return LOSS_SETTINGS[name]
-
-
-def check_name(name: str, known, place: str) -> None:
-    """ValueError for a name that is not known, with the nearest that is."""
-    if name not in known:
-        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
-        raise ValueError(f"{place} is unknown: {hint}")
-
-
-def _words(annotation) -> str:
-    names = {float: "a number", int: "an integer", str: "a text", bool: "true or false"}
-    if get_origin(annotation) is list:
-        return "a list"
-    if get_origin(annotation) is dict:
-        return "a section of keys and values"
-    return names.get(annotation, str(annotation))
 
 
 def _check(settings: Settings) -> None:
@@ -380,7 +257,7 @@ def _check(settings: Settings) -> None:
     if not settings.losses:
         raise ValueError(f"losses is empty: name at least one of {', '.join(LOSS_SETTINGS)}.")
     for name in NEED_SOURCE:
-        if name in settings.losses and settings.source is None and not getattr(settings.losses[name], "targets", None):
+        if name in settings.losses and settings.source is None:
             raise ValueError(f"losses.{name} compares with a source model: set `source`.")
     if not settings.data.texts:
         raise ValueError("data.texts is empty: name at least one file.")
@@ -392,8 +269,11 @@ def _check(settings: Settings) -> None:
         _at_least(f"losses.{name}.weight", loss.weight, 0)
     if not 0 <= settings.first_key_dropout.probability <= 1:
         raise ValueError(f"first_key_dropout={settings.first_key_dropout.probability} must lie between 0 and 1.")
-    if (top_k := getattr(settings.losses.get("kl"), "top_k", None)) is not None:
-        _at_least("losses.kl.top_k", top_k, 1)
+    kl = settings.losses.get("kl")
+    if kl is not None and kl.top_k is not None:
+        _at_least("losses.kl.top_k", kl.top_k, 1)
+    if kl is not None and kl.targets is not None and kl.top_k is None:
+        raise ValueError("losses.kl.targets holds the source's top k tokens: set losses.kl.top_k.")
     if settings.gates.learning_rate is not None and settings.gates.multiplier is not None:
         raise ValueError("gates.learning_rate and gates.multiplier say the same thing twice: give one of them.")
     _check_training(settings.training)

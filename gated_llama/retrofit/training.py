@@ -23,6 +23,7 @@ from ..diagnostics.corpus import first_token
 from .callbacks import Clock, Interruption, Report, Watch
 from .data import Rows, mix_rows, same_tokens, token_stream
 from .settings import Settings, training_arguments
+from .targets import stored_targets
 from .trainer import RetrofitTrainer, with_first
 
 
@@ -115,9 +116,9 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
         raise ValueError(f"model={settings.model} has no tokenizer, so no text can be given to it.")
     tokenizer = loadable.load_tokenizer()
     student_bos = named("student_bos", tokenizer, settings.student_bos)
-    source, source_bos = open_source(settings, tokenizer, say)
-    cache = Path(settings.data.cache or Path(settings.output) / "tokens")
+    source, source_bos = open_source(settings, tokenizer)
     per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    cache = Path(settings.data.cache or Path(settings.output) / "tokens")
     rows = mix_rows(
         tokenizer,
         settings.data,
@@ -128,13 +129,17 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
     )
     watched = watched_rows(settings, tokenizer, rows, cache)
     check_vocabulary(loadable, rows)
-    say(f"loading {loadable}")
+    kl = settings.losses.get("kl")
+    if kl is not None and kl.targets is not None:
+        rows.targets = kept_targets(settings, arguments, rows, source, source_bos, say)
+        source = source if "attention_output" in settings.losses else None
+    say("loading models")
     trainer = RetrofitTrainer(
         loadable.load_model("float32"),
         arguments,
         settings=settings,
         rows=rows,
-        source=source,
+        source=None if source is None else source.load_model("float32"),
         student_bos=student_bos,
         source_bos=source_bos,
         files=loadable.checkpoint.folder,
@@ -148,20 +153,34 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
     return trainer, identity
 
 
-def open_source(settings: Settings, tokenizer, say) -> tuple[torch.nn.Module | None, int | None]:
-    """The source model and the id of its first token, where a loss needs them."""
+def open_source(settings: Settings, tokenizer) -> tuple[Loadable | None, int | None]:
+    """The source, not yet loaded, and the id of its first token; ValueError where its tokens are other ones."""
     if settings.source is None:
         return None, None
     loadable = Loadable.open(settings.source)
     other = loadable.load_tokenizer() if loadable.has_tokenizer else tokenizer
-    if path := same_tokens(tokenizer, other, {name: text.path for name, text in settings.data.texts.items()}):
+    if path := same_tokens(tokenizer, other, [text.path for text in settings.data.texts.values()]):
         raise ValueError(
             f"The tokenizers of model={settings.model} and source={settings.source} give {path} different ids: the "
             "two can only be compared on the same ones."
         )
-    bos = named("source_bos", other, settings.source_bos)
-    say(f"loading {loadable}")
-    return loadable.load_model("float32"), bos
+    return loadable, named("source_bos", other, settings.source_bos)
+
+
+def kept_targets(settings: Settings, arguments, rows: Rows, source: Loadable, bos: int | None, say):
+    """The records of `losses.kl.targets`, which are computed by one process."""
+    path, kl = Path(settings.losses["kl"].targets), settings.losses["kl"]
+    if arguments.world_size > 1 and not path.is_file():
+        raise ValueError(f"losses.kl.targets={path} does not exist: make it with one process, by starting the run so.")
+    return stored_targets(
+        path,
+        rows,
+        kl.top_k,
+        source=str(source),
+        first=bos,
+        load=lambda: source.load_model("float32").to(arguments.device),
+        say=say,
+    )
 
 
 def named(field: str, tokenizer, bos: str) -> int | None:

@@ -1,0 +1,129 @@
+"""YAML files as dataclasses: types are checked, unknown keys named with the nearest that is known."""
+
+import dataclasses
+import difflib
+import re
+import types
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from ..convert.tensor_files import one_line
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as one expects it: `1e-4` is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if repeated := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"line {node.start_mark.line + 1}: {', '.join(repeated)} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict:
+    """
+    The keys and values of a file and of those that it extends (`extends: other.yaml`, beside it); its own win.
+
+    Sections are merged key by key, and a key that is set to null is taken out. Raises ValueError for a file that is
+    not there or no YAML, and for a circle.
+    """
+    if path.resolve() in seen:
+        raise ValueError(f"{path} extends itself, through {', '.join(file.name for file in seen)}.")
+    if not path.is_file():
+        raise ValueError(f"Configuration {path} does not exist.")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # among them what is not UTF-8
+        raise ValueError(f"{path} is not readable YAML: {one_line(error)}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} must hold keys and values, such as `model: DIR`; it holds {type(raw).__name__}.")
+    base = raw.pop("extends", None)
+    if base is None:
+        return raw
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: extends must name one file, not {base!r}.")
+    return _merged(read_yaml(path.parent / base, (*seen, path.resolve())), raw)
+
+
+def _merged(base: dict, own: dict) -> dict:
+    result = dict(base)
+    for key, value in own.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both else value
+    return {key: value for key, value in result.items() if value is not None}
+
+
+def build(annotation, value, place: str = ""):
+    """
+    `value` as `annotation` asks: dataclasses from mappings, a list or dict of them, plain types as they are.
+
+    A dataclass may have a SHORTHAND, the field that a plain value stands for, and a `kind`, which chooses a subclass
+    by the key in a dict. Raises ValueError that names `place`.
+    """
+    if annotation is Any:
+        return value
+    if dataclasses.is_dataclass(annotation):
+        return _build_dataclass(annotation, value, place)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _build_union(arguments, value, place)
+    if origin is list and isinstance(value, list):
+        return [build(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        choose = getattr(arguments[1], "kind", lambda name: arguments[1])
+        return {str(name): build(choose(str(name)), item, f"{place}.{name}") for name, item in value.items()}
+    if annotation is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is annotation:
+        return value
+    raise ValueError(f"{place}={value!r} must be {_words(annotation)}.")
+
+
+def _build_union(arguments, value, place: str):
+    if type(value) in arguments:
+        return value
+    rest = [argument for argument in arguments if argument is not types.NoneType]
+    if len(rest) == 1:
+        return build(rest[0], value, place)
+    raise ValueError(f"{place}={value!r} must be {' or '.join(map(_words, rest))}.")
+
+
+def _build_dataclass(kind, value, place: str):
+    shorthand = getattr(kind, "SHORTHAND", None)
+    if value is None:
+        value = {}
+    elif shorthand and not isinstance(value, dict):
+        value = {shorthand: value}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}={value!r} must hold keys and values: {', '.join(fields)}.")
+    prefix = f"{place}." if place else ""
+    for name in value:
+        check_name(str(name), fields, f"{prefix}{name}" if prefix else f"key {name!r}")
+    for name, field in fields.items():
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if not optional and value.get(name) is None:
+            raise ValueError(f"{prefix}{name} is missing.")
+    hints = get_type_hints(kind)
+    return kind(**{name: build(hints[name], item, f"{prefix}{name}") for name, item in value.items()})
+
+
+def check_name(name: str, known, place: str) -> None:
+    """ValueError for a name that is not known, with the nearest that is."""
+    if name not in known:
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}."
+        raise ValueError(f"{place} is unknown: {hint}")
+
+
+def _words(annotation) -> str:
+    names = {float: "a number", int: "an integer", str: "a text", bool: "true or false"}
+    names |= {list: "a list", dict: "a section of keys and values"}
+    return names.get(get_origin(annotation) or annotation, str(annotation))

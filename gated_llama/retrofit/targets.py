@@ -1,0 +1,76 @@
+"""The source's most likely tokens for the rows of a run, computed once and kept in a file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from .data import Rows
+from .losses import top_k_targets
+
+
+HEADER = 512  # bytes of JSON, padded with spaces, before the records
+
+
+def stored_targets(
+    path: Path,
+    rows: Rows,
+    k: int,
+    *,
+    source: str,
+    first: int | None,
+    load: Callable[[], nn.Module],
+    say: Callable[[str], None] = lambda line: None,
+) -> np.memmap:
+    """
+    One record per row: "ids" [context, k] int32 and "log_probabilities" [context, k] float32, in the order of `rows`.
+
+    Computed in float32 by the model that `load` gives, with the token `first` before each row, unless the file is
+    there. An interrupted computation goes on where it ended. Raises ValueError for a file of other rows, another
+    source or another k.
+    """
+    identity = {"rows": rows.order, "count": len(rows), "context": rows.context, "k": k, "source": source}
+    header = json.dumps(identity | {"first": first}).encode().ljust(HEADER)
+    if len(header) != HEADER:
+        raise ValueError(f"source={source} is too long a name for {path}: use a shorter one.")
+    record = np.dtype([("ids", "<i4", (rows.context, k)), ("log_probabilities", "<f4", (rows.context, k))])
+    if not path.is_file():
+        compute(path, header, record, rows, k, first, load, say)
+    if header_of(path) != header or path.stat().st_size != HEADER + len(rows) * record.itemsize:
+        raise ValueError(
+            f"losses.kl.targets={path} was made for other rows, another source or another top_k: name another file, "
+            "or remove it to have it made again."
+        )
+    return np.memmap(path, dtype=record, mode="r", offset=HEADER, shape=(len(rows),))
+
+
+def header_of(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    with open(path, "rb") as file:
+        return file.read(HEADER)
+
+
+@torch.no_grad()
+def compute(path: Path, header: bytes, record: np.dtype, rows: Rows, k: int, first: int | None, load, say) -> None:
+    """Appends records to a file beside `path`, which takes its name when the last one is there."""
+    unfinished = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = (unfinished.stat().st_size - HEADER) // record.itemsize if header_of(unfinished) == header else 0
+    model = load().eval()
+    with open(unfinished, "r+b" if done else "wb") as file:
+        file.write(header)
+        file.truncate(HEADER + done * record.itemsize)
+        file.seek(0, 2)
+        for index in range(done, len(rows)):
+            say(f"source: row {index + 1} of {len(rows)}")
+            ids = rows[index]["input_ids"][None].to(model.device)
+            ids = ids if first is None else torch.cat([ids.new_full((1, 1), first), ids], dim=1)
+            logits = model(input_ids=ids, use_cache=False).logits[0, -rows.context :]
+            values = np.empty((), dtype=record)
+            values["ids"], values["log_probabilities"] = (part.cpu().numpy() for part in top_k_targets(logits, k))
+            file.write(values.tobytes())
+    unfinished.rename(path)

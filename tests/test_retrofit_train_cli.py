@@ -1,0 +1,295 @@
+"""`gated-llama train`: mistakes in one line, stopping and continuing, the result, and the recipes of the example."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from retrofit_runs import STORIES, prepare, write
+from safetensors.torch import load_file
+
+from gated_llama.convert.verify import verify_dtypes
+from gated_llama.retrofit.settings import LOSS_SETTINGS, PARTS, read_settings
+from gated_llama_cli import main
+
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "examples" / "continued_pretraining"
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    return folder, prepare(folder)
+
+
+def command(*arguments, capsys=None) -> tuple[int, str]:
+    code = main(["train", *map(str, arguments)])
+    return code, " ".join(capsys.readouterr().err.split())
+
+
+MISTAKES = {
+    "key": ({"lossses": {}}, "key 'lossses' is unknown: did you mean 'losses'?"),
+    "section key": ({"data": {"contxt": 64}}, "data.contxt is unknown: did you mean 'context'?"),
+    "far key": ({"banana": 1}, "key 'banana' is unknown: known are model, output, data"),
+    "loss": ({"losses": {"kld": 1.0}}, "losses.kld is unknown: did you mean 'kl'?"),
+    "loss option": ({"losses": {"outlier": {"tua": 4.0}}}, "losses.outlier.tua is unknown: did you mean 'tau'?"),
+    "option of another loss": ({"losses": {"kl": {"eps": 0.1}}}, "losses.kl.eps is unknown"),
+    "no losses": ({"losses": {}}, "losses is empty: name at least one of next_token, kl"),
+    "weight": ({"losses": {"kl": "much"}}, "losses.kl.weight='much' must be a number."),
+    "negative weight": ({"losses": {"kl": -1.0}}, "losses.kl.weight=-1.0 must be at least 0."),
+    "moment": ({"losses": {"kl": {"start": 1.5}}}, "losses.kl.start=1.5 must be an integer, which counts steps, or a"),
+    "no source": ({"source": None}, "losses.kl compares with a source model: set `source`."),
+    "targets": ({"losses": {"kl": {"targets": "kept.bin"}}}, "holds the source's top k tokens: set losses.kl.top_k."),
+    "missing model": ({"model": None}, "model is missing."),
+    "training": (
+        {"training": {"learning_rat": 1.0}},
+        "training.learning_rat is unknown: did you mean 'learning_rate'?",
+    ),
+    "training elsewhere": ({"training": {"output_dir": "x"}}, "training.output_dir is not set here: set `output`."),
+    "steps": ({"training": {"max_steps": 0}}, "training.max_steps=0 must be an integer of at least 1"),
+    "scheduler": (
+        {"training": {"lr_scheduler_type": "cosin"}},
+        "training: cosin is not a valid SchedulerType, please select",
+    ),
+    "optimizer": ({"training": {"optim": "adam"}}, "training: adam is not a valid OptimizerNames, please select"),
+    "part": ({"stages": [{"train": ["gate"]}]}, "stages[0].train: 'gate' is unknown: did you mean 'gates'?"),
+    "stage key": ({"stages": [{"trian": ["gates"]}]}, "stages[0].trian is unknown: did you mean 'train'?"),
+    "stage order": (
+        {"stages": [{"train": ["gates"], "until": 4}, {"train": ["mlp"], "until": 2}, {"train": ["all"]}]},
+        "stages end at steps [4, 2] of 6: each must end later than the one before.",
+    ),
+    "stage end": ({"stages": [{"train": ["gates"]}, {"train": ["all"]}]}, "Every stage but the last needs `until`"),
+    "two rates": ({"gates": {"learning_rate": 1.0}}, "gates.learning_rate and gates.multiplier say the same"),
+    "pattern": ({"gates": {"parameters": ["*.v_proj.bias"]}}, "'*.v_proj.bias' matches no parameter"),
+    "text": ({"data": {"texts": {"a": "nowhere.txt"}}}, "Text file nowhere.txt does not exist."),
+    "text kind": ({"data": {"texts": {"a": __file__}}}, "is neither .txt nor .jsonl"),
+    "too short": ({"data": {"context": 4000}}, "is too short: it gives 1 rows of 4000 tokens and its share of 6 rows"),
+    "no texts": ({"data": {"texts": {}}}, "data.texts is empty"),
+    "share": ({"data": {"texts": {"a": {"path": "a.txt", "share": 0}}}}, "data.texts.a.share=0.0 must be above 0."),
+    "no model": ({"model": "no/such/folder"}, "no/such/folder does not exist."),
+    "ungated model": ({"model": str(STORIES)}, "is of type 'llama' and has no gates: convert it first"),
+    "first token": ({"source_bos": "<nothing>"}, "source_bos='<nothing>' is "),
+    "dropout": ({"first_key_dropout": 2.0}, "first_key_dropout=2.0 must lie between 0 and 1."),
+    "watched text": ({"measure": {"text": str(STORIES / "no.txt")}}, "no.txt does not exist."),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_clear_line(name, workshop, capsys, tmp_path):
+    _, recipe = workshop
+    changes, expected = MISTAKES[name]
+    path = write(tmp_path, recipe, output=str(tmp_path / "run"), **changes)
+    code, message = command(path, capsys=capsys)
+    assert expected in message
+    assert message.count("Error: ") == 1
+    assert code == 2
+    assert not (tmp_path / "run").exists()
+
+
+BAD_FILES = {
+    "not yaml": ("losses: [kl", "is not readable YAML"),
+    "no mapping": ("- kl\n- outlier", "must hold keys and values"),
+    "key twice": ("losses:\n  kl: 1\n  kl: 2", "kl is given twice"),
+    "no base": ("extends: other.yaml", "other.yaml does not exist."),
+    "itself": ("extends: bad.yaml", "extends itself"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_cannot_be_read(name, capsys, tmp_path):
+    content, expected = BAD_FILES[name]
+    (tmp_path / "bad.yaml").write_text(content)
+    code, message = command(tmp_path / "bad.yaml", capsys=capsys)
+    assert (code, expected in message) == (2, True), message
+
+
+def test_a_configuration_that_does_not_exist(capsys, tmp_path):
+    code, message = command(tmp_path / "none.yaml", capsys=capsys)
+    assert (code, f"Configuration {tmp_path / 'none.yaml'} does not exist." in message) == (2, True)
+
+
+def test_another_tokenizer(workshop, capsys, tmp_path):
+    _, recipe = workshop
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in STORIES.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    vocabulary["normalizer"] = {"type": "Lowercase"}
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    path = write(tmp_path, recipe, source=str(other), output=str(tmp_path / "run"))
+    code, message = command(path, capsys=capsys)
+    assert code == 2
+    assert "give" in message
+    assert "different ids: the two can only be compared on the same ones." in message
+
+
+def test_numbers_moments_and_shorthands(workshop, tmp_path):
+    _, recipe = workshop
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "own.yaml").write_text(
+        "extends: base.yaml\nlosses:\n  kl: null\n  next_token: 1e-1\n  outlier: {weight: 3E-3, ramp: 0.5}\n"
+        "training: {learning_rate: 5e-5}\ngates: {multiplier: 50}\nfirst_key_dropout: 0.25\n"
+    )
+    chosen = read_settings(tmp_path / "own.yaml", output="elsewhere")
+    assert chosen.output == "elsewhere"
+    assert {name: loss.weight for name, loss in chosen.losses.items()} == {"next_token": 0.1, "outlier": 0.003}
+    assert chosen.losses["outlier"].factor(0, 6) == pytest.approx(1 / 3)
+    assert chosen.training["learning_rate"] == 5e-5
+    assert chosen.training["max_steps"] == 6
+    assert chosen.gates.multiplier == 50.0
+    assert chosen.first_key_dropout.probability == 0.25
+    assert chosen.data.texts["prose"].share == 1.0
+
+
+# Runs.
+
+
+def test_a_run_from_the_command_line(workshop, capsys, run_fresh):
+    """The result is a whole checkpoint, which loads where the package is not; and a second call finds it done."""
+    folder, recipe = workshop
+    path = write(folder, recipe, losses={"kl": 1.0, "sink": {"weight": 0.1}})
+    assert main(["train", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert "step 6/6" in captured.err
+    assert re.search(r"trained\s+│\s+6 steps, 192 tokens", captured.out)
+    assert sorted(p.name for p in (folder / "run").iterdir()) == ["model", "run.json", "training.json"]
+    record = json.loads((folder / "run" / "training.json").read_text())
+    assert record["complete"]
+    assert record["rows"] == {"prose": 2, "paragraphs": 4}
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["seconds"] > 0
+    result = folder / "run" / "model"
+    config = json.loads((result / "config.json").read_text())
+    assert config["gate_retrofit"]["policy"] == "identity"
+    assert config["gate_retrofit"]["training"]["tokens"] == 192
+    assert config["auto_map"]
+    names = {p.name for p in result.iterdir()}
+    assert {"modeling_gated.py", "configuration_gated.py", "tokenizer.json", "README.md"} <= names
+    assert "training_args.bin" not in names
+    assert (result / "tokenizer.json").read_bytes() == (folder / "gated" / "tokenizer.json").read_bytes()
+    assert "6 steps, 192 tokens" in (result / "README.md").read_text()
+    code = """
+        import sys
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        folder = sys.argv[1]
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        ids = AutoTokenizer.from_pretrained(folder)("Once upon a time", return_tensors="pt").input_ids
+        print(type(model).__module__, model.generate(ids, max_new_tokens=3).shape[1] - ids.shape[1])
+    """
+    process = run_fresh(code, result, PYTHONPATH="")
+    assert process.returncode == 0, process.stderr[-2000:]
+    weights = (result / "model.safetensors").stat().st_mtime_ns
+    assert main(["train", str(path)]) == 0
+    assert "6 steps, 192 tokens" in capsys.readouterr().out
+    assert (result / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_the_result_can_be_trained_again_and_verified_against_itself(workshop, capsys):
+    folder, recipe = workshop
+    if not (folder / "run" / "model").is_dir():
+        main(["train", str(write(folder, recipe, losses={"kl": 1.0, "sink": {"weight": 0.1}}))])
+    again = write(folder, recipe, "again.yaml", model=str(folder / "run" / "model"), output=str(folder / "again"))
+    assert main(["train", str(again)]) == 0
+    assert "6 steps" in capsys.readouterr().out
+    reports = verify_dtypes(str(folder / "again" / "model"), str(folder / "again" / "model"), ["float32"])
+    assert reports[0].passes()
+
+
+def test_other_settings_do_not_continue_a_run(workshop, capsys, tmp_path):
+    folder, recipe = workshop
+    path = write(folder, recipe, "first.yaml", output=str(tmp_path / "run"))
+    assert main(["train", str(path)]) == 0
+    path = write(folder, recipe, "second.yaml", output=str(tmp_path / "run"), seed=1)
+    code, message = command(path, capsys=capsys)
+    assert code == 2
+    assert "holds a run with seed=0, and now it is 1" in message
+    assert main(["train", str(path), "--resume", "none"]) == 0
+    assert json.loads((tmp_path / "run" / "training.json").read_text())["seed"] == 1
+
+
+def test_a_folder_with_other_files_is_refused(workshop, capsys, tmp_path):
+    folder, recipe = workshop
+    (tmp_path / "thesis.tex").write_text("")
+    code, message = command(write(folder, recipe), "--output", tmp_path, capsys=capsys)
+    assert (code, "holds thesis.tex, which is no part of a run" in message) == (2, True)
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(workshop, tmp_path):
+    """A process of its own, as a user runs it."""
+    folder, recipe = workshop
+    changes = {"training": {"max_steps": 60}, "data": {"repeat": True}}
+    path = write(folder, recipe, "long.yaml", output=str(tmp_path / "run"), **changes)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-m", "gated_llama_cli", "train", str(path)]
+    process = subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == 130, rest
+    found = re.search(r"Saved at step (\d+) of 60; the same command continues", rest)
+    assert found, rest
+    assert "Traceback" not in rest
+    assert (tmp_path / "run" / f"checkpoint-{found[1]}").is_dir()
+    assert subprocess.run(arguments, env=environment, capture_output=True, timeout=300).returncode == 0
+    whole = write(folder, recipe, "whole.yaml", output=str(tmp_path / "whole"), **changes)
+    assert main(["train", str(whole)]) == 0
+    records = [json.loads((tmp_path / name / "training.json").read_text())["log"] for name in ("run", "whole")]
+    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in records]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 60
+    results = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("run", "whole")]
+    assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
+
+
+# The recipes of the example.
+
+
+def test_recipes_are_read():
+    names = {path.stem for path in RECIPES.glob("*.yaml")}
+    controls = {"control_next_token", "control_random", "control_open", "control_gates_only"}
+    assert names == {"base", "polish", "polish_1m", "pressure", "staged"} | controls
+    for name in names:
+        chosen = read_settings(RECIPES / f"{name}.yaml")
+        assert chosen.losses.keys() <= LOSS_SETTINGS.keys()
+        assert chosen.output == f"runs/{name}"
+        assert chosen.steps * chosen.data.context == pytest.approx(
+            1_000_000 if name == "polish_1m" else 200_000, rel=2e-3
+        )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    work = tmp_path_factory.mktemp("recipes")
+    arguments = [sys.executable, RECIPES / "prepare.py", work, "--tiny"]
+    result = subprocess.run(arguments, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return work
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_recipes_run_on_the_tiny_model(recipe, tiny, monkeypatch):
+    monkeypatch.chdir(tiny)
+    assert main(["train", f"{recipe}.yaml"]) == 0
+    record = json.loads(Path("runs", recipe, "training.json").read_text())
+    assert record["complete"]
+    trained = {group for group, size in record["parameters"].items() if size}
+    assert ("frozen" in trained) == (recipe == "control_gates_only")
+
+
+def test_parts_are_disjoint_but_for_all(tiny_model):
+    from gated_llama.retrofit.trainer import matches
+
+    names = [name for name, _ in tiny_model().named_parameters()]
+    for name in names:
+        parts = [part for part, patterns in PARTS.items() if part != "all" and matches(name, patterns)]
+        assert len(parts) == 1, (name, parts)
