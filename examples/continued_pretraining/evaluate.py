@@ -30,7 +30,7 @@ from gated_llama.retrofit.fidelity import fidelity
 
 FIRST = "<|endoftext|>"
 DOMAINS = ("literature_en", "law_en", "wikitext", "math_en", "code_python", "literature_zh")
-CONTEXT, ROWS, STREAM = 511, 8, 4096
+CONTEXT, ROWS, STREAM = 511, 6, 4096
 
 
 def documents(folder: Path):
@@ -96,7 +96,7 @@ def evaluate(name: str, work: Path, texts: dict, stream: torch.Tensor, first: in
     if name == "source":
         print("  without its first token")
         result["without_first"] = compare(model, source, texts, first, None)
-    sample = torch.cat([texts["literature_en"][:4], texts["wikitext"][:4]])
+    sample = torch.cat([texts["literature_en"][:3], texts["wikitext"][:3]])
     result["sink"] = sink_measures(model, sample, own)
     if model.config.gate_position is not None:
         with gate_override(model, 1.0 if (model.config.gate_retrofit or {}).get("policy") == "transplant" else 0.5):
