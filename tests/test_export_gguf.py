@@ -9,6 +9,7 @@ import pytest
 import torch
 from export_models import DATA, MODELS, ROTARY, TINY, build
 from gguf import GGUFReader
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -168,6 +169,14 @@ def test_bfloat16(granularity, tmp_path):
     for tensor in GGUFReader(path_of(report)).tensors:
         expected = "F32" if len(tensor.shape) == 1 or "conv1d" in tensor.name else "BF16"
         assert tensor.tensor_type.name == expected, tensor.name
+
+
+def test_a_shared_gate_in_float32_within_a_bfloat16_model(tmp_path):
+    model = build_with_tokenizer(tmp_path / "source", gate_head_shared=True, gate_in_fp32=True)
+    tensors = {name: t if ".g_proj." in name else t.bfloat16() for name, t in model.state_dict().items()}
+    save_file(tensors, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    report = export_checkpoint(tmp_path / "source", tmp_path / "out", target="gguf", dtype="bfloat16")
+    assert report.parity.passes
 
 
 def path_of(report):

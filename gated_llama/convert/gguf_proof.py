@@ -88,10 +88,14 @@ def read_back(source: Loadable, config: GatedLlamaConfig, target: Target, dtype:
     reader = source.checkpoint.reader
     seen = set()
     for name, tensor in reading.tensors():
-        stored = torch.float32 if stays_float32(name, tensor.shape) else dtype
-        expected = reader.read(name).to(stored).float()
+        expected = reader.read(name)
+        if not stays_float32(name, tensor.shape):
+            expected = expected.to(source.rounding(dtype))
+        expected = expected.float()
         if config.gate_head_shared and ".g_proj." in name:
-            expected = averaged(expected, config).to(stored).float()
+            expected = averaged(expected, config)
+        if not stays_float32(name, tensor.shape):
+            expected = expected.to(dtype).float()
         require(tensor.shape == expected.shape and bool(((tensor - expected).abs() <= LOST).all()), f"tensor {name}")
         seen.add(name)
     dropped = {name for name in reader.tensors if name.endswith("bias") or name == "lm_head.weight"}
