@@ -30,7 +30,10 @@ def diagnose(
     interventions: Annotated[bool, typer.Option(help="Gates reset, first tokens evicted, numbers rounded.")] = True,
     map_layers: Annotated[str | None, typer.Option(help="Layers whose maps are drawn, such as 0,5,11.")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "file"], typer.Option(help="Dtype to load in.")] = "float32",
-    attn: Annotated[Literal["sdpa", "eager", "flex_attention"], typer.Option(help="Attention backend.")] = "sdpa",
+    attn: Annotated[
+        Literal["auto", "sdpa", "eager", "flex_attention"],
+        typer.Option(help="Attention backend; auto is what Transformers chooses for the model."),
+    ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
 ):
     """Measure attention sinks, massive activations and gate scores; writes report.json, report.html and PNG files."""
@@ -48,20 +51,17 @@ def diagnose(
     folder = check_output(folder, model)
     new_figure(1, 1)  # a missing matplotlib is told before the work, not after
     texts, source = read_texts(text)
-    names = [model, *([against] if against else [])]
-    loadables = [Loadable.open(name, revision if name == model else None) for name in names]
-    if not loadables[0].has_tokenizer:
-        raise ValueError(f"{model} has no tokenizer, so no text can be given to it.")
-    tokenizer = loadables[0].load_tokenizer()
+    loadables = [Loadable.open(model, revision), *([Loadable.open(against)] if against else [])]
+    tokenizer = tokenizer_of(loadables[0])
     corpus = build_corpus(tokenizer, texts, source, tokens=tokens, context=context, bos=bos)
+    backend = {} if attn == "auto" else {"attn_implementation": attn}
+    for loadable in loadables:
+        check_reading(loadable, loadables[0], tokenizer, texts[0], corpus)
     reports = []
     for loadable in loadables:
-        if int(corpus.ids.max()) >= loadable.config.get_text_config().vocab_size:
-            raise ValueError(f"{loadable} has fewer embeddings than {model}'s tokenizer has ids: compare relatives.")
         with Steps(str(loadable)) as steps:
-            loaded = loadable.load_model(dtype if dtype != "file" else loadable.stored_dtype, attn_implementation=attn)
             report = measure(
-                loaded,
+                loadable.load_model(dtype if dtype != "file" else loadable.stored_dtype, **backend),
                 tokenizer,
                 corpus,
                 name=str(loadable),
@@ -70,13 +70,35 @@ def diagnose(
                 map_layers=layers,
                 progress=steps.update,
             )
-        del loaded
         reports.append(report)
     report = replace(reports[0], against=reports[1] if against else None)
     with building(folder, 0) as unfinished:
         write_report(report, unfinished)
     show(report)
     out.print(f"Written: {escape(str(folder / 'report.html'))}, report.json and pictures.")
+
+
+def tokenizer_of(loadable):
+    if not loadable.has_tokenizer:
+        raise ValueError(f"{loadable} has no tokenizer, so no text can be given to it.")
+    return loadable.load_tokenizer()
+
+
+def check_reading(loadable, first, tokenizer, text: str, corpus):
+    """ValueError for a model that reads other tokens than the first; a notice for rows beyond its positions."""
+    config = loadable.config.get_text_config()
+    if int(corpus.ids.max()) >= config.vocab_size:
+        raise ValueError(f"{loadable} has fewer embeddings than {first}'s tokenizer has ids: compare relatives.")
+    sample = text[:2000]
+    if loadable is not first and loadable.has_tokenizer:
+        other = loadable.load_tokenizer().encode(sample, add_special_tokens=False)
+        if other != tokenizer.encode(sample, add_special_tokens=False):
+            raise ValueError(
+                f"{loadable} reads the text as other tokens than {first}: compare models with one tokenizer."
+            )
+    limit, context = getattr(config, "max_position_embeddings", None), corpus.ids.shape[1]
+    if limit and context > limit:
+        err.print(escape(f"Note: rows of {context} tokens go beyond the {limit} positions of {loadable}."))
 
 
 class Steps:
@@ -107,6 +129,7 @@ def show(report):
         divergence_line,
         intervention_rows,
         left_out_line,
+        no_spikes,
         spike_rows,
         summary_rows,
     )
@@ -115,6 +138,8 @@ def show(report):
     if parted := divergence_line(report):
         out.print(parted)
     for each in both(report):
+        if not each.max_activation["unit_layers"]:
+            out.print(f"Spike writers of {escape(label(each))}: {no_spikes(each)}", style="dim")
         if each.spike_writers:
             print_table(f"Spike writers of {label(each)}", spike_rows(each))
         if each.interventions is not None:

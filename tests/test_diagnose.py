@@ -2,17 +2,18 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics import corpus as corpora
-from gated_llama.diagnostics.figures import figures
-from gated_llama.diagnostics.page import as_json, divergence_line, page, spans, write_report
+from gated_llama.diagnostics.figures import figures, gate_means
+from gated_llama.diagnostics.page import as_json, divergence_line, no_spikes, page, spans, write_report
 from gated_llama.diagnostics.report import SCHEMA_VERSION, diagnose
 from gated_llama_cli import main
 
@@ -59,14 +60,15 @@ def test_rows_begin_with_the_chosen_token(tokenizer):
 
 
 def test_a_short_text_gives_one_short_row(tokenizer):
-    ids = corpora.build_corpus(tokenizer, ["Once"], "a word", tokens=100, context=20).ids
-    assert ids.tolist() == [[1, *tokenizer.encode("Once", add_special_tokens=False)]]
+    ids = corpora.build_corpus(tokenizer, ["Once upon"], "two words", tokens=100, context=20).ids
+    assert ids.tolist() == [[1, *tokenizer.encode("Once upon", add_special_tokens=False)]]
 
 
 @pytest.mark.parametrize(
     ("texts", "options", "words"),
     [
         ([""], {}, "is empty"),
+        (["Once"], {}, "has one token; at least two are needed"),
         (["Once upon"], {"tokens": 1}, "tokens=1 is too few"),
         (["Once upon"], {"context": 0}, "context=0 is too few"),
         (["Once upon"], {"bos": "two tokens"}, "must be one"),
@@ -188,3 +190,54 @@ def test_mistakes_give_one_line_and_write_nothing(gated, tmp_path, capsys, optio
     assert words in errors[0]
     assert "Traceback" not in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_lines_hold_any_character_and_a_byte_order_mark_is_none(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    texts = ["once\u2028upon\x85a time", "and then"]
+    path.write_text("\n".join(json.dumps({"text": t}, ensure_ascii=False) for t in texts), encoding="utf-8-sig")
+    assert corpora.read_texts(path)[0] == texts
+
+
+def test_a_model_of_another_tokenizer_is_refused(gated, tmp_path, capsys):
+    shutil.copytree(STORIES, tmp_path / "other")
+    content = json.loads((tmp_path / "other" / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    names = list(vocab)[300:]
+    content["model"]["vocab"] |= dict(zip(names, [vocab[name] for name in reversed(names)], strict=True))
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    arguments = ["diagnose", str(gated), "--against", str(tmp_path / "other"), "--out", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert "reads the text as other tokens than" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_of_other_depths_are_not_compared_and_say_so(report):
+    short = replace(report.against, states={p: s for p, s in report.against.states.items() if p != 4})
+    assert "not compared. The models have 7 and 6" in divergence_line(replace(report, against=short))
+    assert replace(report, against=short).divergence() is None
+
+
+def test_positions_beyond_the_models_are_told(tokenizer):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=32, n_embd=16, n_layer=2, n_head=2)).eval()
+    long = corpora.build_corpus(tokenizer, [TEXT], "a story", tokens=128, context=64)
+    with pytest.raises(ValueError, match="has 32 positions and a row has 64 tokens: choose a smaller context"):
+        diagnose(model, tokenizer, long)
+    found = diagnose(model, tokenizer, corpora.build_corpus(tokenizer, [TEXT], "a story", tokens=64, context=32))
+    assert found.max_activation["unit_layers"] == []
+    assert "Not looked for" in no_spikes(found)
+
+
+def test_hidden_states_that_are_no_numbers_are_named(tokenizer, corpus):
+    model = AutoModelForCausalLM.from_pretrained(STORIES).eval()
+    with torch.no_grad():
+        model.model.layers[4].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"Hidden states are not finite in layers \[4\]"):
+        diagnose(model, tokenizer, corpus)
+
+
+def test_heads_of_different_numbers_have_a_picture(report):
+    gates = report.gate_scores | {
+        "per_head": [heads[: 4 + i] for i, heads in enumerate(report.gate_scores["per_head"])]
+    }
+    assert gate_means(replace(report, gate_scores=gates)).axes[0].images[0].get_array().shape == (5, 8)

@@ -1,6 +1,7 @@
 """Massive activations: where in the residual stream they are born, live and die, and the MLP units that write them."""
 
 import functools
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -52,6 +53,7 @@ class ActivationsResult:
     layer whose maximum reaches half of `max`; step_down: the first layer after that whose maximum is below half; None
     if there is none. kurtosis: E[(h - mean)^4] / var^2 over features, averaged over tokens. attention_kurtosis and
     attention_infinity_norm: the same and max |.|, of the attention's output (Bondarenko et al., arXiv 2306.12929).
+    unit_layers: the layers whose MLP units were seen; spike writers are known for those only.
     """
 
     tokens: int
@@ -73,6 +75,7 @@ class ActivationsResult:
     attention_layers: list[int]
     attention_kurtosis: list[float]
     attention_infinity_norm: list[float]
+    unit_layers: list[int]
     spike_writers: list[SpikeWriter]
     spike_rule: dict[str, float]
 
@@ -153,6 +156,8 @@ class Activations(Probe):
         outputs = list(self._outputs.values())
         per_layer = [max(value for value, _ in sums.maxima) for sums in outputs]
         dimensions = [max(sums.maxima)[1] for sums in outputs]
+        if broken := [layer for layer in layers if not math.isfinite(per_layer[layer] + outputs[layer].kurtosis)]:
+            raise ValueError(f"Hidden states are not finite in layers {broken}: the model computes NaN or infinity.")
         peak = max(layers, key=per_layer.__getitem__)
         attention = {layer: sums for layer, sums in self._attention_outputs.items() if sums.tokens}
         step_up, step_down = _steps(per_layer)
@@ -181,6 +186,7 @@ class Activations(Probe):
             attention_layers=list(attention),
             attention_kurtosis=[sums.kurtosis for sums in attention.values()],
             attention_infinity_norm=[max(value for value, _ in sums.maxima) for sums in attention.values()],
+            unit_layers=list(self._units),
             spike_writers=self._spike_writers(),
             spike_rule=dict(self.spike_rule),
         )

@@ -40,14 +40,14 @@ def read_texts(path: str | Path | None) -> tuple[list[str], str]:
     if not path.is_file():
         raise ValueError(f"Text file {path} does not exist.")
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"Text file {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
     if path.suffix == ".txt":
         return [content], str(path)
     if path.suffix != ".jsonl":
         raise ValueError(f"Text file {path} is neither .txt nor .jsonl (one JSON object with a field 'text' a line).")
-    lines = enumerate(content.splitlines(), 1)
+    lines = enumerate(content.split("\n"), 1)  # splitlines() would also split inside strings, at U+2028
     return [_text_of(line, number, path) for number, line in lines if line.strip()], str(path)
 
 
@@ -94,11 +94,11 @@ def build_corpus(tokenizer, texts: list[str], source: str, *, tokens: int, conte
             break
     if not stream:
         raise ValueError(f"The text ({source}) is empty: it gives no tokens.")
+    if len(stream) < 2:
+        raise ValueError(f"The text ({source}) has one token; at least two are needed.")
     body = min(body, len(stream))
     rows = torch.tensor(stream[: min(wanted, len(stream) // body * body)]).view(-1, body)
     if start is not None:
         rows = torch.cat([torch.full((len(rows), 1), start), rows], dim=1)
-    if rows.shape[1] < 2:
-        raise ValueError(f"The text ({source}) has one token; at least two are needed.")
     name = None if start is None else tokenizer.convert_ids_to_tokens(start)
     return Corpus(rows, name, source)

@@ -41,6 +41,7 @@ def lines(axes, reports: list, values: Callable[[Any], tuple[list, list]], xlabe
     for report, style in zip(reports, STYLES, strict=False):
         axes.plot(*values(report), label=label(report), markersize=3.5, linewidth=1.2, **style)
     axes.set_xlabel(xlabel)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
@@ -87,10 +88,18 @@ def attention_maps(report: "DiagnosisReport") -> "Figure":
 
 
 def gate_means(report: "DiagnosisReport") -> "Figure":
+    import numpy
+
     gates = report.gate_scores
-    figure, (axes,) = new_figure(1.8 + 0.22 * len(gates["per_head"][0]), 1.2 + 0.13 * len(gates["layers"]))
+    most = max(map(len, gates["per_head"]))
+    figure, (axes,) = new_figure(max(3.2, 1.8 + 0.22 * most), max(2.4, 1.2 + 0.13 * len(gates["layers"])))
     image = axes.imshow(
-        gates["per_head"], aspect="auto", cmap="Greys", vmin=gates["low"], vmax=gates["high"], interpolation="none"
+        numpy.array([heads + [numpy.nan] * (most - len(heads)) for heads in gates["per_head"]]),
+        aspect="auto",
+        cmap="Greys",
+        vmin=gates["low"],
+        vmax=gates["high"],
+        interpolation="none",
     )
     axes.set_yticks(range(len(gates["layers"])), gates["layers"], fontsize=6)
     axes.set_xlabel("head")
@@ -153,6 +162,7 @@ def figures(report: "DiagnosisReport") -> dict[str, "Figure"]:
     }
     if report.against is not None:
         drawn["attention_maps_against"] = attention_maps(report.against)
+        drawn["sparsity_against"] = sparsity(report.against)
     for suffix, each in zip(("", "_against"), both(report), strict=False):
         if each.gate_scores is not None:
             drawn[f"gate_histograms{suffix}"] = gate_histograms(each)

@@ -208,7 +208,7 @@ def quantised(
         if isinstance(module, nn.Linear) and module.weight.is_floating_point()
     ]
     if not linears:
-        raise ValueError("The decoder has no floating-point linear layer to round; is it quantised already?")
+        raise ValueError("The decoder has no floating-point nn.Linear to round: it is quantised, or built of others.")
 
     def round_input(module, args):
         states = args[0]

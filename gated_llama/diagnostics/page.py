@@ -88,7 +88,9 @@ def spans(layers: list[int]) -> str:
 
 
 def divergence_line(report: "DiagnosisReport") -> str:
-    """Where the two models part, in one sentence; empty without a second model of the same shape."""
+    """Where the two models part, in one sentence, or why that is not known; empty without a second model."""
+    if reason := report.not_compared():
+        return f"The layers of the two models are not compared. {reason}"
     if not (places := report.divergence()):
         return ""
     parted = next((place for place in places if not place["bitwise"]), None)
@@ -107,6 +109,13 @@ def spike_rows(report: "DiagnosisReport", most: int = 12) -> Rows:
     heading = ["layer", "unit", "on the first token", "elsewhere at most", "contribution", "dimension"]
     keys = ("layer", "unit", "first_token_activation", "elsewhere_max", "contribution", "dimension")
     return [heading, *([number(writer[key]) for key in keys] for writer in report.spike_writers[:most])]
+
+
+def no_spikes(report: "DiagnosisReport") -> str:
+    """What an empty list of spike writers means."""
+    if report.max_activation["unit_layers"]:
+        return "None."
+    return "Not looked for: no MLP of this model ends in a linear map that is known."
 
 
 def intervention_rows(report: "DiagnosisReport") -> Rows:
@@ -154,7 +163,7 @@ def page(report: "DiagnosisReport", pictures: dict[str, bytes]) -> str:
     parts.append(f"<p>{escape(divergence_line(report))}</p>")
     for each in both(report):
         parts.append(f"<h2>Spike writers of {escape(label(each))}</h2>")
-        parts.append(html_table(spike_rows(each)) if each.spike_writers else "<p>None.</p>")
+        parts.append(html_table(spike_rows(each)) if each.spike_writers else f"<p>{escape(no_spikes(each))}</p>")
         if each.interventions is not None:
             parts.append(f"<h2>Interventions on {escape(label(each))}</h2>" + html_table(intervention_rows(each)))
             parts.append(f"<p>{escape(left_out_line(each))}</p>")

@@ -64,14 +64,23 @@ class DiagnosisReport:
         """
         Largest difference of the two models' hidden states on the first row: [{place, max_abs_difference, bitwise}].
 
-        None without a second model, and for models that do not have the same layers and shapes.
+        None without a second model, and for models that do not have the same layers and shapes (`not_compared`).
         """
-        if self.against is None or not self.states:
+        if self.against is None or self.not_compared():
             return None
+        return [asdict(difference) for difference in layer_divergence(self.states, self.against.states)]
+
+    def not_compared(self) -> str | None:
+        """Why the layers of two models are not compared; None if they are, or if there is one model."""
+        if self.against is None:
+            return None
+        if not (self.states and self.against.states):
+            return "A decoder without `layers` and `norm` has no outputs that could be kept."
         try:
-            return [asdict(difference) for difference in layer_divergence(self.states, self.against.states)]
-        except ValueError:
-            return None
+            layer_divergence(self.states, self.against.states)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """The content of report.json: plain numbers, lists and names, with `schema_version`."""
@@ -102,10 +111,11 @@ def diagnose(
     """
     modules = attention_modules(model)
     map_layers = spread(sorted(modules), MAP_LAYERS) if map_layers is None else map_layers
-    maps = attention_maps(model, corpus.ids[0, :MAP_TOKENS], map_layers)
+    with within_positions(model, corpus.ids.shape[1]):
+        maps = attention_maps(model, corpus.ids[0, :MAP_TOKENS], map_layers)
     probes = make_probes(model, tokenizer)
     batches = corpus.ids.split(batch_size)
-    with contextlib.ExitStack() as stack, torch.no_grad():
+    with contextlib.ExitStack() as stack, torch.no_grad(), within_positions(model, corpus.ids.shape[1]):
         for probe in probes.values():
             stack.enter_context(probe)
         for index, batch in enumerate(batches):
@@ -132,6 +142,18 @@ def diagnose(
         states=first_row_states(model, corpus),
         map_tokens=[tokenizer.decode([token]) for token in corpus.ids[0, :MAP_TOKENS].tolist()],
     )
+
+
+@contextlib.contextmanager
+def within_positions(model: nn.Module, tokens: int) -> Iterator[None]:
+    """Learned positions come to an end, which is an IndexError; rotary ones do not."""
+    try:
+        yield
+    except IndexError as error:
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or "fewer"
+        raise ValueError(
+            f"The model has {limit} positions and a row has {tokens} tokens: choose a smaller context."
+        ) from error
 
 
 @torch.no_grad()
@@ -196,10 +218,10 @@ def refuse(reason: str):
 
 
 def describe(model: nn.Module, name: str, modules: dict[int, nn.Module]) -> dict[str, Any]:
-    config = model.config
+    config = model.config.get_text_config()  # of a multimodal model, the part that is a decoder
     return {
-        "name": name or config.name_or_path,
-        "model_type": config.model_type,
+        "name": name or model.config.name_or_path,
+        "model_type": model.config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
         "attn_implementation": str(config._attn_implementation),
         "layers": config.num_hidden_layers,
