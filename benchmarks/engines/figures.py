@@ -16,18 +16,19 @@ def compare(expected: np.ndarray, found: list[dict[int, float]]) -> dict[str, fl
     """
     Figures for scores [positions, vocabulary] and an engine's highest ones, token -> score for each position.
 
-    Returns: the largest difference, the largest expected score, how many scores were compared, and the share of
-    positions whose highest score belongs to the same token.
+    Returns: the largest difference, the median over positions of the largest one there, the largest expected score,
+    how many scores were compared, and the share of positions whose highest score belongs to the same token.
     """
     assert len(expected) == len(found) > 0
-    differences = [
-        abs(row[token] - score) for row, top in zip(expected, found, strict=True) for token, score in top.items()
+    worst = [
+        max(abs(row[token] - score) for token, score in top.items()) for row, top in zip(expected, found, strict=True)
     ]
     agree = [int(row.argmax()) == max(top, key=top.get) for row, top in zip(expected, found, strict=True)]
     return {
-        "max_abs_difference": float(max(differences)),
+        "max_abs_difference": float(max(worst)),
+        "median_difference": float(np.median(worst)),
         "largest": float(np.abs(expected).max()),
-        "scores": len(differences),
+        "scores": sum(map(len, found)),
         "positions": len(found),
         "argmax_agreement": sum(agree) / len(agree),
     }
