@@ -256,7 +256,7 @@ def draw(run: Run, before: dict, after: dict) -> str:
     from gated_llama.retrofit.figures import before_and_after
 
     try:
-        figure = before_and_after({Path(run.source.name).name: before, "transplanted": after})
+        figure = before_and_after({Path(run.source.name).name.removesuffix(".gguf"): before, "transplanted": after})
     except ValueError as error:  # no matplotlib
         return f"; no picture: {error}"
     figure.savefig(run.folder / PICTURE, dpi=150)

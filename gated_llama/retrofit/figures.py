@@ -21,7 +21,7 @@ def before_and_after(measures: dict[str, dict]) -> "Figure":
         attention.plot(measured["first_token_attention_per_layer"], **options)
         activation.plot(measured["max_activation_per_layer"], **options)
     attention.set_ylabel("mean attention on the first token")
-    attention.set_ylim(0, 1)
+    attention.set_ylim(bottom=0)
     activation.set_ylabel("max |hidden state| (log scale)")
     activation.set_yscale("log")
     for axes in (attention, activation):
