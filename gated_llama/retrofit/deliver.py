@@ -89,7 +89,11 @@ def transplant_checkpoint(
             )
             (folder / "README.md").write_text(card, encoding="utf-8")
             report.measures["first_token_dropped"] = dropped
-            content = {"source": str(source), "source_model_type": converted.source_model_type, **report.to_dict()}
+            content = {
+                "source": loadable.checkpoint.hub_id or Path(source).name,
+                "source_model_type": converted.source_model_type,
+                **report.to_dict(),
+            }
             (folder / REPORT).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return report
 
