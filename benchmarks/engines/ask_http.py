@@ -37,7 +37,7 @@ def main(folder: str, reference: str, dtype: str, *options: str) -> None:
     tops = [{token_id(token): score for token, score in top.items()} for top in choice["logprobs"]["top_logprobs"]]
     figures = equal_prefix(greedy, tokens)
     known = figures["greedy_prefix"] or 1  # behind a token that differs the reference says nothing
-    logits = expected["logits"][len(ids) - 1 :][:known]
+    logits = expected["logits"][len(ids) - 1 :][:known].astype(np.float64)  # a sum over the vocabulary follows
     scores = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     answer(compare(scores, tops[:known]) | figures | {"text": choice["text"]})
 
