@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Con
 
 from gated_llama.convert import checkpoint as checkpoint_module
 from gated_llama.convert import convert_checkpoint, opening
+from gated_llama.convert.layouts import fold_scale
+from gated_llama.convert.loading import Loadable
 
 
 TINY = {
@@ -205,7 +207,11 @@ def test_hub_source_that_is_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("config_class", "changes", "match"),
     [
-        (LlamaConfig, {"model_type": "llama4"}, r"'llama4' cannot be converted; supported are afmoe, llama, mistral, qwen2"),
+        (
+            LlamaConfig,
+            {"model_type": "llama4"},
+            r"'llama4' cannot be converted; supported are afmoe, llama, mistral, qwen2",
+        ),
         (LlamaConfig, {"model_type": ...}, "None cannot be converted"),
         (LlamaConfig, {"model_type": "gated_llama"}, "gated_llama checkpoint already"),
         (
@@ -480,3 +486,29 @@ def test_output_may_be_a_link_to_an_empty_folder(save_source, tmp_path):
 def test_layers_are_a_list_of_numbers(save_source, tmp_path, layers):
     with pytest.raises(ValueError, match="list of layer numbers"):
         convert_checkpoint(save_source(), tmp_path / "out", layers=layers)
+
+
+def test_gates_of_other_code_call_for_a_layout(save_source, tmp_path):
+    save_source()
+    path = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.g_proj.weight"] = torch.zeros(4, TINY["hidden_size"])
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="looks like another layout: if the source has a gate, name how it is stored"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out")
+    with pytest.raises(ValueError, match="holds 1 gate tensors that its architecture has no place for"):
+        Loadable.open(tmp_path / "source").load_model()
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("deepseek_v3", "latent"), ("qwen3_moe", "mixture of experts")])
+def test_architectures_without_a_place_are_refused_with_the_reason(model_type, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=reason):
+        convert_checkpoint(tmp_path, tmp_path.with_name("out"))
+
+
+@pytest.mark.parametrize("scale", [3.0, 0.0, -2.0, float("nan")])
+def test_scales_that_are_no_power_of_two_are_named(scale):
+    with pytest.raises(ValueError, match=r"gate_scale=.* is not a positive power of two, such as 0.5, 2 or 4"):
+        fold_scale(torch.ones(2), scale)

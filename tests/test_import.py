@@ -140,7 +140,8 @@ def test_rows_that_contradict_the_declared_layout_are_reported(flags, tmp_path):
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out")
     assert "look as if they were laid out as 'per_head' instead of the declared 'per_kv_group'" in report.notes[1]
     report = convert_checkpoint(tmp_path / "source", tmp_path / "right", layout="per_head")
-    assert report.notes == [imported_note(report.config), NO_TOKENIZER]
+    asked = "The format stores its gate as 'per_kv_group'; it was read as 'per_head', as you asked."
+    assert report.notes == [imported_note(report.config), asked, NO_TOKENIZER]
 
 
 # Refusals
@@ -219,3 +220,10 @@ def test_command_imports_with_another_layout_and_says_what_it_cannot_verify(tmp_
     capsys.readouterr()
     assert main(["verify", str(golden_folder), str(tmp_path / "as-declared")]) == 2
     assert "--target paper" in capsys.readouterr().err
+
+
+def test_another_layout_than_the_formats_is_noted():
+    record = imports.GATED_SOURCES["qwen3_next"]
+    (note,) = (n for n in record.with_layout("halves").notes if n not in record.notes)
+    assert note == "The format stores its gate as 'per_head'; it was read as 'halves', as you asked."
+    assert record.with_layout("per_head") is record

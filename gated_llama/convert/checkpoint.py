@@ -35,6 +35,9 @@ KEPT_DTYPE = (
     "are rounded, by 0.4 % at most."
 )
 
+# Names in state dicts of other code (see `state_dicts`).
+FOREIGN_TENSOR = re.compile(r"linear_qkv|gqkv|\.w_(g|q|out)\.|(attn|attention)\w*\.(g_proj|gate_proj|attn_gate)\.")
+
 GATE_TENSOR = re.compile(r"\.self_attn\.(g_proj\.(weight|bias)|g_param)$")
 
 
@@ -280,6 +283,7 @@ def check_tensors(plan: Plan, dropped: str) -> None:
     for name, origin in plan.origins.items():
         if origin.source not in found:
             advice = " (tie_word_embeddings is false in config.json)" if origin.source == "lm_head.weight" else ""
+            advice = advice or other_layout(plan)
             raise ValueError(f"The source has no tensor {origin.source!r}, which its config.json calls for{advice}.")
         shape, wanted = found[origin.source].shape, tuple(plan.targets[name].shape)
         if origin.take is None and shape != wanted:
@@ -294,8 +298,17 @@ def check_tensors(plan: Plan, dropped: str) -> None:
         elif not re.fullmatch(dropped, name):
             raise ValueError(
                 f"The source has a tensor {name!r} that a {plan.checkpoint.raw_config['model_type']} model of this "
-                "configuration does not have: converting without it would give another model."
+                f"configuration does not have: converting without it would give another model{other_layout(plan)}."
             )
+
+
+def other_layout(plan: Plan) -> str:
+    """A hint where the tensors look as if a gate, or other code, had written them."""
+    names = plan.checkpoint.reader.tensors
+    gate = next((name for name in names if FOREIGN_TENSOR.search(name)), None)
+    if gate is None or plan.config.gate_retrofit.get("policy") == "imported":
+        return ""
+    return f" ({gate!r} looks like another layout: if the source has a gate, name how it is stored with --layout)"
 
 
 def check_tied_head(plan: Plan) -> None:

@@ -101,7 +101,10 @@ class GatedSource(Source):
                 f"layout={layout!r} does not fit a {self.model_type} checkpoint, which stores its gate as "
                 f"{self.layout!r}; possible are {', '.join(allowed)}."
             )
-        return replace(self, layout=layout)
+        if layout == self.layout:
+            return self
+        note = f"The format stores its gate as {self.layout!r}; it was read as {layout!r}, as you asked."
+        return replace(self, layout=layout, notes=(*self.notes, note))
 
     def start(self, reader: SafetensorsReader, fields: Mapping[str, Any], scale: float = 1.0) -> GateStart:
         """

@@ -197,7 +197,10 @@ def fold_scale(weight: torch.Tensor, scale: float) -> torch.Tensor:
     """
     mantissa, _ = torch.frexp(torch.tensor(float(scale)))
     if mantissa.item() != 0.5:
-        raise ValueError(f"scale={scale} is not a positive power of two: the folded weight would be rounded.")
+        raise ValueError(
+            f"gate_scale={scale} is not a positive power of two, such as 0.5, 2 or 4: others would round the weight "
+            "that it is folded into."
+        )
     folded = weight * scale
     if not torch.equal(folded / scale, weight):
         raise ValueError(f"{weight.dtype} cannot hold the weight times {scale}: convert in float32 or bfloat16.")

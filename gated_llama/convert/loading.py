@@ -1,5 +1,6 @@
 """Checkpoints as models: what `from_pretrained` makes of a Hub id, a folder or a GGUF file, with nothing invented."""
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,10 @@ from .imports import PAPER_FLAGS
 from .opening import Checkpoint, open_checkpoint
 from .tensor_files import one_line
 from .tokenizer import VOCABULARIES
+
+
+# What other code calls its gates, inside an attention module.
+GATE_NAMES = re.compile(r"(attn|attention)\w*\.(w_g|g_proj|g_param|gate_proj|attn_gate|gate)(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,18 @@ class Loadable:
                     f"`gated-llama inspect {self}` names them."
                 ) from error
             raise ValueError(f"{self} cannot be loaded: {one_line(error)}") from error
+        except ValueError as error:
+            if "Unrecognized configuration class" in str(error):  # the library goes on to name every class it has
+                raise ValueError(
+                    f"{self} cannot be loaded: AutoModelForCausalLM has no class for model type "
+                    f"{self.config.model_type!r}. Engines read such a folder; `gated-llama convert` takes it back."
+                ) from error
+            raise
+        if gates := [name for name in info["unexpected_keys"] if GATE_NAMES.search(name)]:
+            raise ValueError(
+                f"{self} holds {len(gates)} gate tensors that its architecture has no place for, the first "
+                f"{min(gates)!r}: loaded without them it would be another model."
+            )
         if absent := sorted(info["missing_keys"]):
             raise ValueError(f"{self} has no weights for {len(absent)} tensors, the first {absent[0]!r}.")
         return model.eval()
