@@ -1,6 +1,7 @@
 """The sink transplant: exact with oracle gates, deterministic, undone, and its mistakes."""
 
 import json
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -133,8 +134,24 @@ def test_undone_it_is_the_source_with_its_first_token(source, rows):
         torch.testing.assert_close(
             gated(ids, use_cache=False).logits, expected, rtol=0, atol=1e-5 * expected.abs().max()
         )
-    with pytest.raises(ValueError, match="'valeus' is none of values, gates, units, refit"):
-        undo_transplant(gated, source, [{"layer": 0, "edit": "valeus"}])
+    for edit, message in (
+        ({"layer": 0, "edit": "valeus"}, "'valeus' is none of values, gates, units, refit"),
+        ({"layer": 77, "edit": "gates"}, "layer 77 of an edit is none of 0 to 2"),
+        ({"edit": "gates"}, "layer None of an edit is none of 0 to 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            undo_transplant(gated, source, [edit])
+
+
+def test_refits_undone_alone_leave_the_gates_in_place(source, rows):
+    """What is left is the transplant whose fits were not followed by refits, layer by layer."""
+    gated, report = transplant_rows(source, rows, FIRST)
+    undo_transplant(gated, source, [edit for edit in report.edits if edit["edit"] == "refit"])
+    untouched = transplant_rows(source, rows, FIRST, options=GATES_ONLY)[0]
+    for index, layer in enumerate(gated.model.layers):
+        other = untouched.model.layers[index]
+        assert torch.equal(layer.self_attn.o_proj.weight, other.self_attn.o_proj.weight)
+        assert torch.equal(layer.mlp.down_proj.weight, other.mlp.down_proj.weight)
 
 
 def test_spike_writers_fall_silent(tiny_model, monkeypatch):
@@ -267,6 +284,10 @@ def test_the_measured_result_is_what_the_folder_holds(delivered, story, tmp_path
         (["--calibration", "nowhere.txt"], "Text file nowhere.txt does not exist"),
         (["--calibration", "STORY", "--context", "3"], "at least two rows of 16 tokens"),
         (["--calibration", "STORY", "--context", "2000"], "fewer"),
+        (
+            ["--calibration", "STORY", "--context", "60", "--tokens", "63"],
+            "tokens=63 and context=60: at least two rows",
+        ),
         (["--calibration", "STORY", "--bos", "none"], "name the one that the model was trained to see first"),
         (["--calibration", "STORY", "--bos", "once upon"], "tokens and must be one"),
         (
@@ -289,6 +310,19 @@ def test_calibration_without_the_policy_is_refused(story, tmp_path, capsys):
     assert "is for --policy transplant" in capsys.readouterr().err
     with pytest.raises(ValueError, match="is fitted on text"):
         convert_checkpoint(STORIES, tmp_path / "out", policy="transplant")
+
+
+def test_float16_is_written_and_a_literal_first_token_leaves_the_chat_template(story, tmp_path):
+    shutil.copytree(STORIES, tmp_path / "source")
+    template = "<s>{% for m in messages %}{{ bos_token }}{{ m['content'] }}{% endfor %}"
+    (tmp_path / "source" / "chat_template.jinja").write_text(template)
+    options = {"tokens": 600, "context": 60}
+    transplant_checkpoint(tmp_path / "source", tmp_path / "out", [story], dtype="float16", **options)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float16
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Once upon"}], return_dict=False)
+    assert ids == tokenizer.encode("Once upon")
+    assert 1 not in ids
 
 
 def test_an_interrupted_transplant_leaves_nothing(story, tmp_path):

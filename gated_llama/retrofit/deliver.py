@@ -15,7 +15,7 @@ from ..configuration_gated import GatedLlamaConfig
 from ..convert import convert_checkpoint
 from ..convert.loading import Loadable
 from ..convert.output_folder import building, check_output
-from ..convert.tensor_files import DTYPES, read_json
+from ..convert.tensor_files import read_json
 from ..convert.tokenizer import GENERATION_CONFIG, TOKENIZER_CONFIG
 from ..diagnostics import Activations, FirstTokenAttention
 from ..diagnostics.corpus import read_texts
@@ -61,6 +61,8 @@ def transplant_checkpoint(
     nothing is left at `output` then, or when interrupted.
     """
     output = check_output(Path(output), source)
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype={dtype!r} is not supported; choose float32, bfloat16 or float16.")
     loadable = Loadable.open(source, revision)
     if not loadable.has_tokenizer:
         raise ValueError(f"{source} has no tokenizer, so no calibration text can be given to it.")
@@ -78,7 +80,9 @@ def transplant_checkpoint(
         progress("measuring the result", 0, 1)
         report.measures.update(_measures(model, gated, held_out, first))
         progress("measuring the result", 1, 1)
-        gated = gated.to(DTYPES[dtype] if dtype else getattr(torch, loadable.stored_dtype))
+        gated = gated.to(getattr(torch, dtype or loadable.stored_dtype))
+        if broken := [name for name, tensor in gated.state_dict().items() if not tensor.isfinite().all()]:
+            raise ValueError(f"{broken[0]!r} passes the largest {dtype}: write bfloat16 or float32.")
         with building(output, sum(tensor.nbytes for tensor in gated.state_dict().values())) as folder:
             dropped = _write(gated, plain, folder, first, max_shard_size)
             card = model_card(
@@ -102,6 +106,8 @@ def _rows(tokenizer, calibration: Sequence, tokens: int, context: int) -> tuple[
     """Rows of all files for the fits, and by file those that are kept back."""
     if not calibration:
         raise ValueError("A transplant needs calibration text: name one or more .txt or .jsonl files.")
+    if context < 16 or tokens < 2 * context:
+        raise ValueError(f"tokens={tokens} and context={context}: at least two rows of 16 tokens are needed.")
     kept, fitted = {}, []
     for path in calibration:
         texts, name = read_texts(path)
@@ -156,18 +162,19 @@ def _write(gated: nn.Module, plain: Path, folder: Path, first: int, max_shard_si
         if not path.name.startswith("model") and path.name not in ("config.json", "README.md"):
             shutil.copytree(path, folder / path.name) if path.is_dir() else shutil.copyfile(path, folder / path.name)
     dropped = drop_first_token(folder, first)
-    if dropped:
+    if gated.config.bos_token_id == first:
         gated.config.bos_token_id = None
     generation = gated.generation_config
     gated.save_pretrained(folder, max_shard_size=max_shard_size)
     if (plain / GENERATION_CONFIG).exists():  # save_pretrained writes what the config says; the source's is kept
         settings = read_json(plain / GENERATION_CONFIG)
-        if dropped:
-            settings.pop("bos_token_id", None)
+        if settings.get("bos_token_id") == first:
+            del settings["bos_token_id"]
         (folder / GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    elif dropped and generation is not None and (folder / GENERATION_CONFIG).exists():
+    elif generation is not None and (folder / GENERATION_CONFIG).exists():
         settings = read_json(folder / GENERATION_CONFIG)
-        settings.pop("bos_token_id", None)
+        if settings.get("bos_token_id") == first:
+            del settings["bos_token_id"]
         (folder / GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     GatedLlamaConfig.from_pretrained(folder)
     return dropped
@@ -193,6 +200,10 @@ def drop_first_token(folder: Path, first: int) -> bool:
     settings = read_json(settings_path) if settings_path.exists() else {}
     settings.pop("bos_token", None)
     settings_path.write_text(json.dumps(settings | {"add_bos_token": False}, indent=2, ensure_ascii=False) + "\n")
+    for template in (folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")):
+        if template.exists():  # {{ bos_token }} is empty from now on; a literal one is taken out
+            text = template.read_text(encoding="utf-8").replace(tokenizer.bos_token, "")
+            template.write_text(text, encoding="utf-8")
     special = folder / "special_tokens_map.json"
     if special.exists():
         content = read_json(special)

@@ -73,7 +73,8 @@ def fit_gates(
     with torch.no_grad():
         scores = (inputs @ weight + bias).sigmoid().where(fitted, 1.0)
         spread = (problem.survivors - problem.survivors.mean(0)).square().sum(0)
-        r2 = 1 - (scores - problem.survivors).square().sum(0) / spread
+        r2 = 1 - (scores - problem.survivors).square().sum(0) / spread  # nan for survivors that never vary
+        r2 = r2.where(spread > 0, torch.nan)
         error = problem.error(scores).item()
         weight = weight / scale[:, None]
         return GateFit(weight.T.contiguous(), bias.detach() - centre @ weight, r2, error)

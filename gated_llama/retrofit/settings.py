@@ -5,6 +5,7 @@ run: `200` and `0.5`.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -265,8 +266,16 @@ def _check(settings: Settings) -> None:
         _at_least(f"data.texts.{name}.share", text.share, 0, above=True)
     _at_least("data.context", settings.data.context, 2)
     _at_least("measure.rows", settings.measure.rows, 1)
+    for name in ("learning_rate", "multiplier"):
+        if (rate := getattr(settings.gates, name)) is not None:
+            _at_least(f"gates.{name}", rate, 0, above=True)
     for name, loss in settings.losses.items():
         _at_least(f"losses.{name}.weight", loss.weight, 0)
+        for option in ("tau", "first_token_weight", "eps"):
+            if hasattr(loss, option):
+                _at_least(f"losses.{name}.{option}", getattr(loss, option), 0)
+    if not any(loss.weight for loss in settings.losses.values()):
+        raise ValueError("Every weight in losses is 0: there is nothing to train for.")
     if not 0 <= settings.first_key_dropout.probability <= 1:
         raise ValueError(f"first_key_dropout={settings.first_key_dropout.probability} must lie between 0 and 1.")
     kl = settings.losses.get("kl")
@@ -282,8 +291,8 @@ def _check(settings: Settings) -> None:
 
 
 def _at_least(place: str, value: float, least: float, above: bool = False) -> None:
-    if value < least or (above and value == least):
-        raise ValueError(f"{place}={value} must be {'above' if above else 'at least'} {least}.")
+    if not math.isfinite(value) or value < least or (above and value == least):
+        raise ValueError(f"{place}={value} must be a finite number {'above' if above else 'of at least'} {least}.")
 
 
 def _check_training(training: dict) -> None:
@@ -292,6 +301,10 @@ def _check_training(training: dict) -> None:
         check_name(name, known, f"training.{name}")
         if name in TRAINING_FIXED:
             raise ValueError(f"training.{name} is not set here: {TRAINING_FIXED[name]}.")
+    for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
+        value = training.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"training.{name}={value!r} must be a number, 0 or more.")
     steps = training.get("max_steps")
     if type(steps) is not int or steps < 1:
         raise ValueError(f"training.max_steps={steps!r} must be an integer of at least 1: the run's optimizer steps.")

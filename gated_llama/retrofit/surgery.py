@@ -24,7 +24,7 @@ from ..convert import convert_checkpoint
 from ..convert.tensor_files import one_line
 from ..modeling_gated import GatedLlamaForCausalLM
 from .calibration import calibration_rows, scratch, sink_token
-from .sink import SinkReport, measure_sink
+from .sink import SMALLEST_ATTENTION, SinkReport, measure_sink
 from .walk import LayerFit, Walk, WalkOptions
 
 
@@ -81,6 +81,8 @@ def transplant(
     The result is meant to run without the token `bos` before its texts; `transplant_checkpoint` also takes it out of
     the tokenizer. Raises ValueError for bad input and for a model without a sink.
     """
+    if isinstance(texts, str):
+        raise ValueError("texts is one string: pass a list of texts.")
     first = sink_token(tokenizer, bos)
     rows = calibration_rows(tokenizer, texts, "the texts", tokens=tokens, context=context)
     return transplant_rows(
@@ -159,6 +161,11 @@ def _check(source: nn.Module, rows: torch.Tensor) -> None:
         )
     if source.dtype != torch.float32:
         raise ValueError(f"The fits need float32, and the model is {source.dtype}: load it with dtype=torch.float32.")
+    if rows.shape[1] >= config.max_position_embeddings:
+        raise ValueError(
+            f"context={rows.shape[1]} and the first token do not fit into the model's "
+            f"{config.max_position_embeddings} positions: choose a smaller context."
+        )
     sliding = "sliding_attention" in config.layer_types
     if sliding and rows.shape[1] >= config.sliding_window:
         raise ValueError(
@@ -174,8 +181,8 @@ def refuse_without_sink(sink: SinkReport) -> None:
     obstacles = sorted({head.obstacle.split(":")[0] for layer in sink.heads for head in layer if head.obstacle})
     raise ValueError(
         f"There is no sink to transplant: mean attention on the first token {sink.first_token!r} is {sink.mean:.3f}, "
-        f"and {sink.count} heads have a constant one ({'; '.join(obstacles[:3])}). Use --policy identity, or name "
-        "another first token with --bos."
+        f"and {sink.count} heads have a constant one of more than {SMALLEST_ATTENTION} ({'; '.join(obstacles[:3])}). "
+        "Use --policy identity, or name another first token with --bos; a sink also shows less in longer rows."
     )
 
 
@@ -241,9 +248,13 @@ def undo_transplant(gated: nn.Module, source: nn.Module, edits: Iterable[dict]) 
     source's again, its gates becoming zero; so taking back one kind of edit of a layer also takes back the others that
     touched the same tensors. Raises ValueError for an unknown edit.
     """
+    edits, depth = list(edits), gated.config.num_hidden_layers
     for edit in edits:
         if edit.get("edit") not in EDITED:
             raise ValueError(f"edit {edit.get('edit')!r} is none of {', '.join(EDITED)}.")
+        if edit.get("layer") not in range(depth):
+            raise ValueError(f"layer {edit.get('layer')!r} of an edit is none of 0 to {depth - 1}.")
+    for edit in edits:
         layer = f"model.layers.{edit['layer']}."
         for name in EDITED[edit["edit"]]:
             _restore(gated, source, layer + name)
@@ -254,6 +265,10 @@ def _restore(gated: nn.Module, source: nn.Module, name: str) -> None:
     if name not in origins:
         target.zero_()
         return
-    # A zero gate has the score 1/2.
-    factor = 2.0 if name.endswith("self_attn.o_proj.weight") else 1.0
-    target.copy_(origins[name] * factor)
+    target.copy_(origins[name])
+    if name.endswith("self_attn.o_proj.weight"):  # a zero gate has the score 1/2, which o_proj makes up for
+        gate = gated.get_submodule(name.removesuffix("o_proj.weight") + "g_proj")
+        closed = ~(gate.weight.any(dim=1) | (gate.bias != 0))
+        heads = gated.config.num_attention_heads
+        closed = closed.view(heads, -1)[:, :1].expand(-1, target.shape[1] // heads).flatten()
+        target.mul_(torch.where(closed, 2.0, 1.0))

@@ -89,9 +89,10 @@ class Walk:
         self._write_gates(index, gates, fitted)
         attention_error = self._refit_output(index, target, used, fitted)
         mlp_error = self._refit_mlp(index, quiet, used)
+        known = zip(gates.r2.tolist(), fitted.tolist(), strict=True)
         return LayerFit(
             layer=index,
-            r2=[value if fits else None for value, fits in zip(gates.r2.tolist(), fitted.tolist(), strict=True)],
+            r2=[value if fits and value == value else None for value, fits in known],
             gates_error=gates.error,
             attention_error=attention_error,
             mlp_error=mlp_error,
