@@ -3,9 +3,11 @@
 #
 # Compares SmolLM2-135M-Instruct with its identity retrofit. DATA holds `benchmarks` (data sets under their Hub ids) and
 # `text` (<domain>/validation.jsonl). Every step can be interrupted and started again: answers are cached in OUT/answers,
-# and a step whose report is there is skipped. Larger limits take over the answers of smaller ones.
+# and a step whose report is there is skipped. Larger limits take over the answers of smaller ones; OPENINGS, GSM8K, MMLU and
+# NOISE set those of the slow tasks.
 set -euo pipefail
 gguf=$1 data=$2 out=$3 limit=${4:-200}
+openings=${OPENINGS:-6} gsm8k=${GSM8K:-20} mmlu=${MMLU:-3} noise=${NOISE:-20}
 here=$(dirname "$0")
 python "$here/prepare.py" "$gguf" "$out"
 
@@ -26,11 +28,12 @@ compare() {  # name, flags of `gated-llama eval`
 for task in "${quick[@]}"; do
   compare "$task-$limit" --tasks "$task" --limit "$limit" --batch_size 8 --noise-floor off
 done
-compare openings-6 --tasks perplexity_openings --limit 6 --batch_size 1 --noise-floor off --bos "auto,none,<|endoftext|>"
-compare noise-20 --tasks hellaswag,piqa --limit 20 --batch_size 8
+compare "mmlu-$mmlu" --tasks mmlu --num_fewshot 0 --limit "$mmlu" --batch_size 8 --noise-floor off
+compare "gsm8k-$gsm8k" --tasks gsm8k --limit "$gsm8k" --noise-floor off
 compare probes-2 --tasks hellaswag,perplexity_openings --limit 2 --noise-floor off --probes gates,sink
-compare gsm8k-20 --tasks gsm8k --limit 20 --noise-floor off
-compare mmlu-3 --tasks mmlu --num_fewshot 0 --limit 3 --batch_size 8 --noise-floor off
+compare "openings-$openings" --tasks perplexity_openings --limit "$openings" --batch_size 1 --noise-floor off \
+  --bos "auto,<|endoftext|>"
+compare "noise-$noise" --tasks hellaswag,piqa --limit "$noise" --batch_size 8
 
 # The same answers again, from the cache, into the metadata of the model card.
 gated-llama eval "$out/gated" "${common[@]}" --tasks "${quick[@]}" --limit "$limit" --batch_size 8 --card
