@@ -48,7 +48,7 @@ MISTAKES = {
     "nothing to train for": ({"losses": {"kl": 0.0}}, "Every weight in losses is 0"),
     "uphill gates": (
         {"gates": {"learning_rate": -1e-3}},
-        "gates.learning_rate=-0.001 must be a finite number above 0",
+        "gates.learning_rate=-0.001 must be a finite number of at least 0",
     ),
     "negative threshold": ({"losses": {"outlier": {"tau": -4.0}}}, "losses.outlier.tau=-4.0 must be a finite number"),
     "a word as rate": ({"training": {"learning_rate": "fast"}}, "training.learning_rate='fast' must be a number"),

@@ -159,6 +159,7 @@ STAGES = [{"train": ["gates"], "until": 2}, {"train": ["gates", "attention"], "u
 @pytest.mark.parametrize("stop", [1, 3, 4])
 def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(stop, workshop):
     """Bit for bit: losses, measurements and weights, with stages, dropout of keys and of attention."""
+    handler = signal.getsignal(signal.SIGINT)
     folder, recipe = workshop
     gated = folder / "gated"
     config = json.loads((gated / "config.json").read_text())
@@ -172,7 +173,7 @@ def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(stop, wor
         stopped = train(chosen, progress=Stop(stop))
         assert stopped.interrupted
         assert stopped.steps == stop + 1  # the step that was under way
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is handler
         assert not (folder / f"stopped-{stop}" / "model").exists()
         record = json.loads((folder / f"stopped-{stop}" / "training.json").read_text())
         assert (record["complete"], record["steps"]) == (False, stop + 1)

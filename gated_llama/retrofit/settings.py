@@ -268,7 +268,7 @@ def _check(settings: Settings) -> None:
     _at_least("measure.rows", settings.measure.rows, 1)
     for name in ("learning_rate", "multiplier"):
         if (rate := getattr(settings.gates, name)) is not None:
-            _at_least(f"gates.{name}", rate, 0, above=True)
+            _at_least(f"gates.{name}", rate, 0)
     for name, loss in settings.losses.items():
         _at_least(f"losses.{name}.weight", loss.weight, 0)
         for option in ("tau", "first_token_weight", "eps"):
