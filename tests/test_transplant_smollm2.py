@@ -21,7 +21,7 @@ def test_the_sink_and_the_massive_activations_go_and_the_model_stays(tmp_path):
     transplant_checkpoint(source, tmp_path / "out", [text], tokens=4088, bos="<|endoftext|>")
     report = json.loads((tmp_path / "out" / "transplant.json").read_text())
     before, after = report["measures"]["source"], report["measures"]["result"]
-    assert before["first_token_attention"] > 0.25
+    assert before["first_token_attention"] > 0.2
     assert before["max_activation"] > 15_000
     assert after["first_token_attention"] < 0.04
     # What ordinary tokens of the source reach in the last layer, and in the middle.
