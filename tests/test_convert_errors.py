@@ -500,7 +500,7 @@ def test_gates_of_other_code_call_for_a_layout(save_source, tmp_path):
         Loadable.open(tmp_path / "source").load_model()
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("deepseek_v3", "latent"), ("qwen3_moe", "mixture of experts")])
+@pytest.mark.parametrize(("model_type", "reason"), [("deepseek_v3", "latent"), ("qwen3_moe", "mixtures of experts")])
 def test_architectures_without_a_place_are_refused_with_the_reason(model_type, reason, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})

@@ -365,10 +365,13 @@ LATENT_ATTENTION = "its keys and values come from a shared latent (MLA), and thi
 PARTS = "it holds more than a language model: save its text model alone"
 
 # Gated architectures that have no representation here, whatever the values in their config.json.
+EXPERTS = "its layers are mixtures of experts, and every layer of this decoder is dense"
 NOT_REPRESENTABLE = {
     "axk2": f"its gate reads a latent of the query instead of the hidden state, and {LATENT_ATTENTION}",
     "bailing_hybrid": LATENT_ATTENTION,
     "beam": OUTPUT_NORMS,
+    "deepseek_v2": LATENT_ATTENTION,
+    "deepseek_v3": LATENT_ATTENTION,
     "dory": "it keeps its states on the unit sphere (nGPT) and has no norm with a gain",
     "dots3_note": PARTS,
     "dots3_note_text": LATENT_ATTENTION,
@@ -379,9 +382,12 @@ NOT_REPRESENTABLE = {
     "lfm3": "it has convolution layers in place of attention",
     "muse_glimmer_text": OUTPUT_NORMS,
     "muse_spark_text": OUTPUT_NORMS,
+    "mixtral": EXPERTS,
+    "qwen2_moe": EXPERTS,
+    "qwen3_moe": EXPERTS,
     "qwen3_5": PARTS,
     "qwen3_5_moe": PARTS,
-    "qwen3_5_moe_text": "its layers are mixtures of experts, and every layer of this decoder is dense",
+    "qwen3_5_moe_text": EXPERTS,
     "qwen4_exp_text": "its residual stream is several streams that are mixed anew around each layer",
     "step3p7": PARTS,
 }

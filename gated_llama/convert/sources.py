@@ -274,16 +274,6 @@ SOURCES = {
 }
 
 
-# Kinds of architecture that are asked for and cannot be represented, by a part of their model type.
-KINDS = {
-    "moe": "this decoder has no mixture of experts",
-    "mixtral": "this decoder has no mixture of experts",
-    "deepseek": "its attention is latent (MLA), and its layers are mixtures of experts",
-    "kimi": "its attention is latent (MLA) or linear",
-    "mamba": "it has layers without softmax attention",
-}
-
-
 def source_for(raw: Mapping[str, Any], gated: Iterable[str] = ()) -> Source:
     """
     The record for a raw config.json; ValueError names what is not supported.
@@ -301,8 +291,6 @@ def source_for(raw: Mapping[str, Any], gated: Iterable[str] = ()) -> Source:
             "the layout; otherwise convert the ungated base model."
         )
     if model_type not in SOURCES:
-        if reason := next((reason for word, reason in KINDS.items() if word in str(model_type)), None):
-            raise ValueError(f"Sources of model type {model_type!r} cannot be converted: {reason}.")
         raise ValueError(
             f"Sources of model type {model_type!r} cannot be converted; supported are "
             f"{', '.join(sorted({*SOURCES, *gated}))}."

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from ..configuration_gated import GatedLlamaConfig
 from ..convert import convert_checkpoint
 from ..convert.loading import Loadable
 from ..convert.output_folder import building, check_output
@@ -164,19 +163,15 @@ def _write(gated: nn.Module, plain: Path, folder: Path, first: int, max_shard_si
     dropped = drop_first_token(folder, first)
     if gated.config.bos_token_id == first:
         gated.config.bos_token_id = None
-    generation = gated.generation_config
     gated.save_pretrained(folder, max_shard_size=max_shard_size)
-    if (plain / GENERATION_CONFIG).exists():  # save_pretrained writes what the config says; the source's is kept
-        settings = read_json(plain / GENERATION_CONFIG)
+    path = folder / GENERATION_CONFIG
+    # save_pretrained writes what the config says; where the source has settings of its own, those are kept.
+    kept = next((place for place in (plain / GENERATION_CONFIG, path) if place.exists()), None)
+    if kept is not None:
+        settings = read_json(kept)
         if settings.get("bos_token_id") == first:
             del settings["bos_token_id"]
-        (folder / GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    elif generation is not None and (folder / GENERATION_CONFIG).exists():
-        settings = read_json(folder / GENERATION_CONFIG)
-        if settings.get("bos_token_id") == first:
-            del settings["bos_token_id"]
-        (folder / GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    GatedLlamaConfig.from_pretrained(folder)
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return dropped
 
 
