@@ -268,14 +268,13 @@ def test_ctrl_c_saves_and_the_same_command_continues(workshop, tmp_path):
 def test_recipes_are_read():
     names = {path.stem for path in RECIPES.glob("*.yaml")}
     controls = {"control_next_token", "control_random", "control_open", "control_gates_only"}
-    assert names == {"base", "polish", "polish_1m", "pressure", "staged"} | controls
+    assert names == {"base", "polish", "polish_100k", "polish_1m", "pressure", "staged"} | controls
     for name in names:
         chosen = read_settings(RECIPES / f"{name}.yaml")
         assert chosen.losses.keys() <= LOSS_SETTINGS.keys()
         assert chosen.output == f"runs/{name}"
-        assert chosen.steps * chosen.data.context == pytest.approx(
-            1_000_000 if name == "polish_1m" else 200_000, rel=2e-3
-        )
+        tokens = {"polish_100k": 100_000, "polish_1m": 1_000_000}.get(name, 200_000)
+        assert chosen.steps * chosen.data.context == pytest.approx(tokens, rel=2e-3)
 
 
 @pytest.fixture(scope="module")
