@@ -25,13 +25,14 @@ def train(
         Literal["auto", "none"], typer.Option(help="auto: from the last checkpoint in the output; none: start anew.")
     ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder of the run, instead of the file's `output`.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run, instead of the file's `seed`.")] = None,
 ):
     """Train a converted checkpoint; Ctrl-C saves, and the same command continues."""
     hide_bars()
     from gated_llama.retrofit.settings import read_settings
     from gated_llama.retrofit.training import train as run
 
-    settings = read_settings(config, output=None if output is None else str(output))
+    settings = read_settings(config, output=None if output is None else str(output), seed=seed)
     with Bar() as bar:
         report = run(settings, resume=resume, progress=bar.update, say=bar.say)
     if report.interrupted:

@@ -80,6 +80,13 @@ AGREEMENT = {
 }
 
 
+NOT_EQUAL = {  # policy -> why a result is not its source's equal, and what to look at
+    "open": "open gates begin near the source, not at it",
+    "normal": "random gates make another model of it until they are trained",
+    "transplant": "a transplant is close to its source, not equal: transplant.json in the result says how close",
+}
+
+
 def show(reports: list):
     from gated_llama.diagnostics.divergence import place_name
 
@@ -98,3 +105,5 @@ def show(reports: list):
         )
     out.print(table)
     out.print(f"Token ids: {reports[0].ids}; {AGREEMENT[reports[0].ids_equal]}.")
+    if reports[0].policy in NOT_EQUAL and not all(report.bitwise for report in reports):
+        out.print(f"By design: {NOT_EQUAL[reports[0].policy]}.")

@@ -182,6 +182,13 @@ def test_convert_then_verify(cli, source, tmp_path):
         assert part in out
 
 
+def test_verify_says_what_is_not_equal_by_design(cli, source, tmp_path):
+    cli("convert", source, tmp_path / "out", "--policy", "open", "--bias", "4")
+    code, out, _ = cli("verify", source, tmp_path / "out", "--tokens", "8", "--dtype", "float32")
+    assert code == 1
+    assert "By design: open gates begin near the source" in out
+
+
 def test_nothing_but_the_answer_is_printed(source, gated):
     """A process of its own: the libraries' bars and reports are switched off before they are imported."""
     process = subprocess.run(

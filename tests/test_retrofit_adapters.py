@@ -440,6 +440,11 @@ def test_biases_that_are_not_there(projections, tiny_config):
         gate_adapter_config(tiny_config(o_bias=True), projections, biases=True)
 
 
+def test_lora_without_projections(tiny_config):
+    with pytest.raises(ValueError, match="lora_alpha, r: for LoRA"):
+        gate_adapter_config(tiny_config(), (), r=4, lora_alpha=8)
+
+
 def test_other_models_are_refused():
     with pytest.raises(ValueError, match="type 'llama'"):
         gate_adapter_config(LlamaConfig())

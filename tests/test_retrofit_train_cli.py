@@ -55,6 +55,10 @@ MISTAKES = {
     "moment": ({"losses": {"kl": {"start": 1.5}}}, "losses.kl.start=1.5 must be an integer, which counts steps, or a"),
     "no source": ({"source": None}, "losses.kl compares with a source model: set `source`."),
     "targets": ({"losses": {"kl": {"targets": "kept.bin"}}}, "holds the source's top k tokens: set losses.kl.top_k."),
+    "more targets than tokens": (
+        {"losses": {"kl": {"top_k": 10_000, "targets": "kept.bin"}}},
+        "losses.kl.top_k=10000 of a vocabulary of 512: keep fewer.",
+    ),
     "missing model": ({"model": None}, "model is missing."),
     "training": (
         {"training": {"learning_rat": 1.0}},
@@ -218,11 +222,12 @@ def test_other_settings_do_not_continue_a_run(workshop, capsys, tmp_path):
     folder, recipe = workshop
     path = write(folder, recipe, "first.yaml", output=str(tmp_path / "run"))
     assert main(["train", str(path)]) == 0
-    path = write(folder, recipe, "second.yaml", output=str(tmp_path / "run"), seed=1)
-    code, message = command(path, capsys=capsys)
-    assert code == 2
-    assert "holds a run with seed=0, and now it is 1" in message
-    assert main(["train", str(path), "--resume", "none"]) == 0
+    other = write(folder, recipe, "second.yaml", output=str(tmp_path / "run"), seed=1)
+    for arguments in ((path, "--seed", 1), (other,)):
+        code, message = command(*arguments, capsys=capsys)
+        assert code == 2
+        assert "holds a run with seed=0, and now it is 1" in message
+    assert main(["train", str(other), "--resume", "none"]) == 0
     assert json.loads((tmp_path / "run" / "training.json").read_text())["seed"] == 1
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -387,6 +388,18 @@ def test_gates_that_have_not_moved_are_told(workshop, caplog):
     caplog.clear()
     moving = {"gates": {"multiplier": 100}, "training": {"learning_rate": 1e-2}}
     run(folder, recipe, "moving", measure={"every": 1.0, "warn_after": 5}, **moving)
+    assert "not moved" not in caplog.text
+
+
+def test_gates_of_a_transplant_may_stay(workshop, caplog, tmp_path):
+    """They began where they belong."""
+    folder, recipe = workshop
+    start = shutil.copytree(recipe["model"], tmp_path / "transplanted")
+    config = json.loads((start / "config.json").read_text())
+    config["gate_retrofit"]["policy"] = "transplant"
+    (start / "config.json").write_text(json.dumps(config))
+    still = {"gates": {"multiplier": 0.0}, "measure": {"every": 1.0, "warn_after": 2}}
+    run(folder, recipe, "transplanted", model=str(start), **still)
     assert "not moved" not in caplog.text
 
 

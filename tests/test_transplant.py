@@ -288,7 +288,10 @@ def test_the_measured_result_is_what_the_folder_holds(delivered, story, tmp_path
             ["--calibration", "STORY", "--context", "60", "--tokens", "63"],
             "tokens=63 and context=60: at least two rows",
         ),
-        (["--calibration", "STORY", "--bos", "none"], "name the one that the model was trained to see first"),
+        (
+            ["--calibration", "STORY", "--bos", "none"],
+            "bos='none': a transplant replaces the sink on a fixed first token",
+        ),
         (["--calibration", "STORY", "--bos", "once upon"], "tokens and must be one"),
         (
             ["--calibration", "STORY", "--position", "G2", "--bias", "1"],

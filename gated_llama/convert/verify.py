@@ -54,6 +54,7 @@ class VerifyReport:
         `"norm"` or `"logits"`; None when all are equal.
     layers: every place in order.
     greedy_equal: 8 tokens decoded greedily with the cache are equal.
+    policy: the result's own record of how its gates began, such as "identity" or "transplant"; None without one.
     ids: where the token ids came from. ids_equal: the result's tokenizer gives the source's ids; None when the source
         has no tokenizer.
     tokens: token positions compared.
@@ -71,6 +72,7 @@ class VerifyReport:
     first_diverging_layer: Place | None
     greedy_equal: bool
     layers: tuple[LayerDifference, ...]
+    policy: str | None = None
 
     def passes(self, tolerance: float | None = None) -> bool:
         """
@@ -228,6 +230,7 @@ def _compare(
         first_diverging_layer=first_divergence(differences),
         greedy_equal=torch.equal(greedy, other_greedy),
         layers=tuple(differences),
+        policy=(getattr(result.config, "gate_retrofit", None) or {}).get("policy"),
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,9 @@ def gate_adapter_config(
         switches = ", ".join(f"{field}={getattr(config, field)}" for field in BIAS_FIELDS)
         raise ValueError(f"biases=True, but none of the projections {names} has a bias in this model ({switches}).")
     if not names:
+        foreign = options.keys() - {field.name for field in fields(LNTuningConfig)}
+        if foreign:
+            raise ValueError(f"{', '.join(sorted(foreign))}: for LoRA, and without projections there is none.")
         return LNTuningConfig(target_modules=["g_proj"], **options)
     whole = ["g_proj", *(options.pop("modules_to_save", None) or ())]
     options.setdefault("bias", "lora_only" if biases else "none")

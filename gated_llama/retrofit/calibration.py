@@ -27,6 +27,8 @@ def calibration_rows(tokenizer, texts: Sequence[str], source: str, *, tokens: in
 def sink_token(tokenizer, name: str) -> int:
     """The token that the source's sink sits on: "auto" is the tokenizer's beginning-of-sequence token."""
     token = first_token(tokenizer, name)
+    if token is None and name == "none":
+        raise ValueError("bos='none': a transplant replaces the sink on a fixed first token, so it must have one.")
     if token is None:
         raise ValueError(
             "A transplant replaces the sink on a fixed first token, and this tokenizer has none of its own: name the "

@@ -92,7 +92,8 @@ class Watch(TrainerCallback):
     the start|. gate_movement: |W - W_start| over the larger of |W_start| and the norm that random gates would have.
     gate_norm, base_norm: of the gates and of all other weights.
 
-    Warns once when the scores have changed by less than `least_change` at the moment `warn_after`. Training is not
+    Warns once when the scores have changed by less than `least_change` at the moment `warn_after`; not of a transplant,
+    whose gates begin where they belong. Training is not
     touched: no gradients, no random numbers, and the model is left in the mode in which it was found.
     """
 
@@ -103,7 +104,8 @@ class Watch(TrainerCallback):
         self.gates = {name for name in names if matches(name, self.settings.gates.parameters)}
         self.start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if name in self.gates}
         self.start_scores = self.scores()
-        self.warned = False
+        record = getattr(trainer.model.config, "gate_retrofit", None) or {}
+        self.warned = record.get("policy") == "transplant"
         self._logged_at: int | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):

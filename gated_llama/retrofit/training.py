@@ -128,7 +128,7 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
         progress=lambda path, documents: say(f"tokenising {path}: {documents} documents"),
     )
     watched = watched_rows(settings, tokenizer, rows, cache)
-    check_vocabulary(loadable, rows)
+    check_vocabulary(loadable, rows, settings)
     kl = settings.losses.get("kl")
     if kl is not None and kl.targets is not None:
         rows.targets = kept_targets(settings, arguments, rows, source, source_bos, say)
@@ -203,12 +203,15 @@ def watched_rows(settings: Settings, tokenizer, rows: Rows, cache: Path) -> torc
     return torch.from_numpy(stream[: count * context].astype("int64")).view(count, context)
 
 
-def check_vocabulary(loadable: Loadable, rows: Rows) -> None:
+def check_vocabulary(loadable: Loadable, rows: Rows, settings: Settings) -> None:
     largest = max(int(stream.max()) for stream in rows.streams.values())
     if largest >= loadable.config.vocab_size:
         raise ValueError(
             f"{loadable}: its tokenizer gives ids up to {largest} and it has {loadable.config.vocab_size} embeddings."
         )
+    kl = settings.losses.get("kl")
+    if kl is not None and kl.targets is not None and kl.top_k > loadable.config.vocab_size:
+        raise ValueError(f"losses.kl.top_k={kl.top_k} of a vocabulary of {loadable.config.vocab_size}: keep fewer.")
 
 
 # Folders.
