@@ -92,9 +92,9 @@ class Watch(TrainerCallback):
     the start|. gate_movement: |W - W_start| over the larger of |W_start| and the norm that random gates would have.
     gate_norm, base_norm: of the gates and of all other weights.
 
-    Warns once when the scores have changed by less than `least_change` at the moment `warn_after`; not of a transplant,
-    whose gates begin where they belong. Training is not
-    touched: no gradients, no random numbers, and the model is left in the mode in which it was found.
+    Warns once when the scores have changed by less than `least_change` at the moment `warn_after`; not for a
+    transplant, whose gates begin where they belong. Training is not touched: no gradients, no random numbers, and the
+    model is left in the mode in which it was found.
     """
 
     def __init__(self, trainer: RetrofitTrainer, ids: torch.Tensor):
