@@ -101,6 +101,17 @@ def test_probes_measure_both_where_they_can(random_gates):
     text = to_markdown([comparison])
     assert "Measured on the scored tokens" in text
     assert f"| {model['first_token_attention']['mean']:.4f} |" in text
+    assert "from the cache" not in text
+
+
+def test_answers_from_a_cache_are_told_as_not_measured(random_gates, tmp_path):
+    arguments = ["--limit", "1", "--use_cache", str(tmp_path / "answers")]
+    job = make_job(random_gates, "hellaswag", *arguments)
+    evaluate(job, build_model(job.config))
+    comparison = compare(job, str(STORIES), probes=["gates", "sink"], noise_floor="off")
+    counts = [comparison.results[label]["config"]["probes"]["hellaswag"] for label in ("base", "model")]
+    assert [(found["requests"], found["cached"]) for found in counts] == [(4, 0), (0, 4)]
+    assert "not measured: hellaswag (model) 4." in to_markdown([comparison])
 
 
 @pytest.mark.parametrize("weighted", ["true", "false"])
@@ -298,6 +309,7 @@ def test_command_hands_the_harness_its_flags(command, identity, tmp_path):
     assert result.exit_code == 0, result.output
     assert "hellaswag" in result.stdout
     assert "first-token attention" in result.stdout
+    assert "from the cache" not in result.stdout
     saved = json.loads(next(out.rglob("results_*.json")).read_text())
     assert saved["config"]["batch_size"] == 2 or saved["config"]["batch_size"] == "2"
     assert saved["n-samples"]["hellaswag"]["effective"] == 2

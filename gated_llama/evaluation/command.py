@@ -120,6 +120,8 @@ def _as_json(results: dict[str, Any]) -> str:
 def _probe_line(report: dict[str, Any]) -> str:
     """The measurements of one task in one line."""
     parts = [f"{report['tokens']:,} tokens of {report['requests']:,} requests"]
+    if report["cached"]:
+        parts[0] += f" ({report['cached']:,} more came from the cache and were not measured)"
     if gates := report.get("gate_scores"):
         parts.append(
             f"gates {gates['mean']:.3f} ({gates['share_below']:.0%} below 0.1, {gates['share_above']:.0%} above 0.9)"

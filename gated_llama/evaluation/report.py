@@ -85,9 +85,11 @@ def _line(row: Row) -> str:
 
 def _measurements(comparison: Comparison) -> list[str]:
     """What probes found on the scored tokens: a table, or nothing when none ran."""
-    lines = []
+    lines, cached = [], []
     for label in ("base", "model"):
         for task, found in comparison.results[label]["config"].get("probes", {}).items():
+            if found["cached"]:
+                cached.append(f"{task} ({label}) {found['cached']:,}")
             gates, sink = found.get("gate_scores"), found.get("first_token_attention")
             cells = [task, label, f"{found['tokens']:,}"]
             cells += [f"{gates[key]:.3f}" for key in ("mean", "share_below", "share_above")] if gates else [""] * 3
@@ -96,8 +98,10 @@ def _measurements(comparison: Comparison) -> list[str]:
             lines.append(f"| {' | '.join(cells)} |")
     if not lines:
         return []
+    note = f"Requests that were answered from the cache and not measured: {', '.join(cached)}." if cached else ""
     heading = "| task | | tokens | gate mean | < 0.1 | > 0.9 | first-token attention | M-Act | cost of measuring |"
-    return ["", "Measured on the scored tokens:", "", heading, "|---|---|--:|--:|--:|--:|--:|--:|--:|", *lines]
+    table = ["", "Measured on the scored tokens:", "", heading, "|---|---|--:|--:|--:|--:|--:|--:|--:|", *lines]
+    return [*table, "", note] if note else table
 
 
 def _number(value: float) -> str:

@@ -228,6 +228,7 @@ def evaluate(job: Job, model: LM, tracker: EvaluationTracker | None = None) -> d
         results["config"]["model"] = config.model
         if ours:
             _add_token_perplexity(results, job.tasks, model)
+            _add_unmeasured(results, job.tasks)
     return results
 
 
@@ -244,6 +245,16 @@ def _add_token_perplexity(results: dict[str, Any], tasks: dict[str, Task], model
             total, tokens = total + score, tokens + count
         results["results"][name]["token_perplexity,none"] = math.exp(-total / tokens)
         results["higher_is_better"][name]["token_perplexity"] = False
+
+
+def _add_unmeasured(results: dict[str, Any], tasks: dict[str, Task]) -> None:
+    """`cached`: requests of each task that no probe saw, since their answers came from a cache."""
+    if (probes := results["config"].get("probes")) is None:
+        return
+    for name, task in tasks.items():
+        asked = sum(request.repeats for request in task.instances)
+        found = probes.setdefault(name, {"tokens": 0, "requests": 0, "overhead": None, "logits_unchanged": None})
+        found["cached"] = max(0, asked - found["requests"])
 
 
 def run(job: Job, model: LM | None = None) -> dict[str, Any] | None:
