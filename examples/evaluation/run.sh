@@ -30,7 +30,9 @@ for task in "${quick[@]}"; do
 done
 compare "mmlu-$mmlu" --tasks mmlu --num_fewshot 0 --limit "$mmlu" --batch_size 8 --noise-floor off
 compare "gsm8k-$gsm8k" --tasks gsm8k --limit "$gsm8k" --noise-floor off
-compare probes-2 --tasks hellaswag,perplexity_openings --limit 2 --noise-floor off --probes gates,sink
+# Probes do not see what a cache answers, so this step has one of its own.
+compare probes-2 --tasks hellaswag,perplexity_openings --limit 2 --noise-floor off --probes gates,sink \
+  --use_cache "$out/measured"
 compare "openings-$openings" --tasks perplexity_openings --limit "$openings" --batch_size 1 --noise-floor off \
   --bos "auto,<|endoftext|>"
 compare "noise-$noise" --tasks hellaswag,piqa --limit "$noise" --batch_size 8

@@ -25,8 +25,9 @@ def comparisons(folder: Path) -> list[dict]:
 
 
 def table(found: list[dict]) -> str:
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|--:|---|---|"]
-    for comparison in found:
+    """Of each task and metric, the comparison with the most documents."""
+    lines = {}
+    for comparison in sorted(found, key=lambda c: max(row["values"]["documents"] for row in c["rows"])):
         for row in comparison["rows"]:
             values = row["values"]
             if row["name"].startswith("mmlu_") or row["metric"] in ("word_perplexity", "byte_perplexity"):
@@ -34,16 +35,47 @@ def table(found: list[dict]) -> str:
             metric = row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
             numbers = [f"{values[key]:.4f}" for key in ("base", "model")] + [f"{values['difference']:+.4f}"]
             interval = f"[{values['low']:+.4f}, {values['high']:+.4f}] {row['unit']}"
-            cells = [row["name"], metric, str(values["documents"]), *numbers, interval.strip(), comparison["bos"]]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            bos = comparison["bos"].replace("|", "\\|")
+            cells = [row["name"], metric, str(values["documents"]), *numbers, interval.strip(), bos]
+            lines[row["name"], metric, comparison["bos"]] = f"| {' | '.join(cells)} |"
+    heading = [f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|--:|---|---|"]
+    return "\n".join(heading + [lines[key] for key in sorted(lines)])
+
+
+def noise(found: list[dict]) -> str:
+    """The base against itself, where that was run."""
+    lines = []
+    for comparison in found:
+        for row in comparison["rows"]:
+            if row["noise"] is not None:
+                cells = [row["name"], row["metric"], str(row["values"]["documents"]), comparison["noise"]]
+                lines.append(f"| {' | '.join(cells)} | {row['noise']['difference']:+.4f} |")
+    return "\n".join(["| task | metric | documents | the base with | difference |", "|---|---|--:|---|--:|", *lines])
+
+
+def measured(found: list[dict]) -> str:
+    """What probes found on the tokens that were scored."""
+    lines = []
+    for comparison in found:
+        for label, tasks in comparison["measured"].items():
+            for task, values in tasks.items():
+                if values["tokens"]:
+                    gates = values.get("gate_scores", {}).get("mean")
+                    cells = [task, "gated" if label == "model" else label, f"{values['tokens']:,}"]
+                    cells.append("" if gates is None else f"{gates:.3f}")
+                    cells.append(f"{values['first_token_attention']['mean']:.4f}")
+                    cells.append(f"{values['max_activation']['m_act']:,.0f}")
+                    cells.append("" if values["overhead"] is None else f"{values['overhead']:+.0%}")
+                    lines.append(f"| {' | '.join(cells)} |")
+    heading = "| task | model | tokens | mean gate score | first-token attention | M-Act | cost of measuring |"
+    return "\n".join([heading, "|---|---|--:|--:|--:|--:|--:|", *lines])
 
 
 def main(folder: Path, out: Path | None) -> None:
     found = comparisons(folder)
-    text = table(found) + "\n"
     equal = sum(comparison["identical"] for comparison in found)
-    text += f"\n{equal} of {len(found)} comparisons identical to the last digit.\n"
+    parts = [table(found), f"{equal} of {len(found)} comparisons identical to the last digit.", noise(found)]
+    text = "\n\n".join([*parts, measured(found)]) + "\n"
     print(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
