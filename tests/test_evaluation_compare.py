@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import gated_llama.evaluation
+from gated_llama.convert.verify import PROOF_TEXT
 from gated_llama.evaluation import build_model, compare, evaluate
 from gated_llama.evaluation.card import add_results
 from gated_llama.evaluation.command import main
@@ -99,7 +100,7 @@ def test_probes_measure_both_where_they_can(random_gates):
     assert 0 < model["gate_scores"]["mean"] < 1
     assert base["tokens"] == model["tokens"]
     text = to_markdown([comparison])
-    assert "Measured on the scored tokens" in text
+    assert "Measured on the tokens that were read" in text
     assert f"| {model['first_token_attention']['mean']:.4f} |" in text
     assert "from the cache" not in text
 
@@ -126,13 +127,25 @@ def test_groups_are_aggregated_as_the_harness_does(weighted, random_gates, tmp_p
     assert group.values.base == pytest.approx(comparison.results["base"]["groups"]["subjects"]["acc,none"])
 
 
-def test_other_token_ids_are_refused(identity, base):
+@pytest.mark.parametrize(
+    ("sample", "runs", "message"),
+    [
+        (PROOF_TEXT, 0, r"\[(\d+), .* instead of \[(?!\1,).* from token \d+ of a sample text"),
+        ("1", 1, r"reads other token ids.*hellaswag.*--model_args tokenizer="),
+    ],
+)
+def test_other_token_ids_are_refused(sample, runs, message, identity, base, monkeypatch):
+    """Before the base is run where a sample text tells, and else before the model is."""
     tokenizer = json.loads((base / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["▁was"], vocabulary["▁the"] = vocabulary["▁the"], vocabulary["▁was"]
     (base / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match=r"reads other token ids.*hellaswag.*--model_args tokenizer="):
+    module, calls = sys.modules["gated_llama.evaluation.compare"], []
+    monkeypatch.setattr(module, "PROOF_TEXT", sample)
+    monkeypatch.setattr(module, "evaluate", lambda *arguments: calls.append(1) or evaluate(*arguments))
+    with pytest.raises(ValueError, match=message):
         compare(make_job(identity, "hellaswag"), str(base), noise_floor="off")
+    assert len(calls) == runs
 
 
 def test_other_dtype_context_or_template_is_refused(identity, base):
@@ -249,9 +262,8 @@ def test_openings_are_cut_in_every_format():
 
 def test_humaneval_runs_code_only_when_told(identity):
     options = ["--gen_kwargs", "max_gen_toks=4", "--model_args", "on_truncation=count"]
-    job = make_job(identity, "humaneval_local", *options)
-    with pytest.raises(ValueError, match="confirm_run_unsafe_code"):
-        evaluate(job, build_model(job.config))
+    with pytest.raises(ValueError, match=r"humaneval_local runs code .* --confirm_run_unsafe_code"):
+        make_job(identity, "humaneval_local", *options)
     allowed = make_job(identity, "humaneval_local", *options, "--confirm_run_unsafe_code")
     results = evaluate(allowed, build_model(allowed.config))
     assert results["results"]["humaneval_local"]["pass_at_1,create_test"] == 0.0
@@ -289,6 +301,22 @@ def test_card_carries_the_scores(identity, tmp_path):
         add_results(tmp_path / "nothing", results, job.tasks)
 
 
+def test_card_keeps_tasks_apart_that_share_a_data_set(identity, tmp_path):
+    folder = shutil.copytree(identity, tmp_path / "model")
+    job = make_job(identity, "hellaswag,perplexity_law_en", "--limit", "1")
+    job.tasks["perplexity_law_en"].config.process_docs = openings
+    results = evaluate(job, build_model(job.config))
+    twin = {part: {"hellaswag_twin": results[part]["hellaswag"]} for part in ("results", "n-shot")}
+    add_results(folder, results, job.tasks)
+    add_results(folder, twin, {"hellaswag_twin": job.tasks["hellaswag"]})
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.model_name == "model"
+    found = {(result.dataset_name, result.metric_type): result.metric_value for result in card.data.eval_results}
+    assert found["hellaswag", "acc"] == found["hellaswag_twin", "acc"] == results["results"]["hellaswag"]["acc,none"]
+    assert ("perplexity_law_en (first 4,000 bytes)", "token_perplexity") in found
+    assert ("perplexity_law_en", "token_perplexity") not in found
+
+
 @pytest.fixture
 def command():
     app = typer.Typer()
@@ -322,10 +350,13 @@ def test_command_hands_the_harness_its_flags(command, identity, tmp_path):
 def test_command_compares(command, identity, tmp_path):
     result = command(
         identity, "--against", STORIES, "--tasks", "hellaswag", "--limit", "2", "--noise-floor", "off",
-        "--output_path", tmp_path, "--bos", "auto,none", "--model_args", "dtype=float32",
+        "--output_path", tmp_path, "--bos", "auto,none", "--model_args", "dtype=float32", "--log_samples",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert result.stdout.count("identical, to the last digit") == 2
+    samples = [json.loads(line) for line in (tmp_path / "samples-none" / "hellaswag.model.jsonl").open()]
+    assert [sample["doc_id"] for sample in samples] == [0, 1]
+    assert (tmp_path / "samples-auto" / "hellaswag.base.jsonl").is_file()
     assert (tmp_path / "comparison.md").is_file()
 
 
@@ -340,6 +371,17 @@ def test_command_compares(command, identity, tmp_path):
         ),
         (["--tasks", "nothing", "--model_args", "pretrained=MODEL"], "Tasks not found: nothing"),
         (["--tasks", "hellaswag", "--model_args", "pretrained=/no/such/model"], "/no/such/model"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=nowhere"], "nowhere"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=MODEL,nonsense=3"], "look at --model_args and --device"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=MODEL,dtype=float99"], "look at --model_args"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=MODEL", "--batch_size", "0"], "--batch_size 0 must be"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=MODEL", "--output_path", __file__], "name a folder"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=nowhere", "--card"], "nowhere is not a local folder"),
+        (["--tasks", "perplexity_openings", "--model_args", "pretrained=MODEL"], "put literature_en/validation.jsonl"),
+        (
+            ["--tasks", "hellaswag", "--model_args", "pretrained=MODEL", "--against", "MODEL", "--wandb_args", "x=1"],
+            "leave --wandb_args",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments, message, identity, capsys):

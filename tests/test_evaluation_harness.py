@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -282,7 +283,15 @@ def test_prompt_that_would_be_cut_is_an_error_or_counted(asked, identity):
         getattr(lm, asked.request_type)([asked], disable_tqdm=True)
     counting = GatedLlamaLM(identity, max_length=64, on_truncation="count", **CPU)
     getattr(counting, asked.request_type)([asked], disable_tqdm=True)
-    assert counting.get_model_info()["truncated_prompts"] == {"task": 1}
+    assert counting.count_truncated({"task": SimpleNamespace(instances=[asked])}) == {"task": 1}
+
+
+def test_prompts_that_were_cut_are_counted_though_answers_come_from_a_cache(identity, tmp_path):
+    options = ["--num_fewshot", "2", "--limit", "1", "--gen_kwargs", "max_gen_toks=8"]
+    job = make_job(identity, "gsm8k", *options, "--use_cache", str(tmp_path / "answers"))
+    job.config.model_args |= {"on_truncation": "count", "max_length": 128}
+    for _ in range(2):
+        assert evaluate(job, build_model(job.config))["config"]["truncated_prompts"] == {"gsm8k": 1}
 
 
 def test_a_prompt_that_just_fits_is_not_refused(identity):
@@ -299,10 +308,16 @@ def test_no_room_for_a_prompt(identity):
         GatedLlamaLM(identity, **CPU).generate_until([asked], disable_tqdm=True)
 
 
-def test_model_without_head_or_generation(identity, monkeypatch):
+def test_model_without_head_or_generation(identity, tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(identity)
     with pytest.raises(ValueError, match=r"GatedLlamaModel has no language-model head.*AutoModelForCausalLM"):
         GatedLlamaLM(AutoModel.from_pretrained(identity), tokenizer=tokenizer)
+    AutoModel.from_pretrained(STORIES).save_pretrained(tmp_path / "headless")
+    tokenizer.save_pretrained(tmp_path / "headless")
+    config = json.loads((tmp_path / "headless" / "config.json").read_text())
+    (tmp_path / "headless" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(ValueError, match=r"headless has no weights for 1 tensors of LlamaForCausalLM.*lm_head.weight"):
+        GatedLlamaLM(str(tmp_path / "headless"), **CPU)
     lm = GatedLlamaLM(identity, **CPU)
     monkeypatch.setattr(type(lm.model), "can_generate", classmethod(lambda cls: False))
     with pytest.raises(ValueError, match="cannot generate, which task needs"):

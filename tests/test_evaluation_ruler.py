@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from evaluation_support import STORIES
+from evaluation_support import ROOTS, STORIES
 
 from gated_llama.convert import convert_checkpoint
 from gated_llama.evaluation.ruler import MODELS, PAPER, Ruler, main, run_ruler, to_markdown
@@ -118,3 +118,23 @@ def test_extended_folders_are_made_once(long_base, tmp_path):
     stamp = (Path(first) / "config.json").stat().st_mtime_ns
     assert extended(str(long_base), 2, tmp_path, "base") == first
     assert (Path(first) / "config.json").stat().st_mtime_ns == stamp
+    other = Path(shutil.copytree(long_base, tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"base-yarn-2 was not made from .*other as it is now"):
+        extended(str(other), 2, tmp_path, "base")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "hellaswag"], "hellaswag is no RULER task"),
+        (["--log_samples"], "--log_samples has no use here"),
+        (["--out", __file__], "is a file"),
+        (["--base", "/no/where"], "/no/where does not exist"),
+    ],
+)
+def test_mistakes_are_told_before_prompts_are_made(arguments, message, long_base, tmp_path, capsys, monkeypatch):
+    models = ["--base", str(long_base), "--gated", str(long_base), "--lengths", str(LENGTH), "--out", str(tmp_path)]
+    roots = [part for root in ROOTS for part in ("--data-root", str(root))]
+    monkeypatch.setattr("gated_llama.evaluation.ruler.build_model", lambda *_: pytest.fail("a model was loaded"))
+    assert main([*models, *roots, *QUICK, *arguments]) == 2
+    assert message in capsys.readouterr().err

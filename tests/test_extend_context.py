@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -50,7 +51,8 @@ def test_yarn_is_written_from_the_pretraining_length(source, tmp_path):
     assert contents(source) == before
     after = contents(tmp_path / "x4")
     same = {name for name in before if after[name] == before[name]}
-    assert set(before) - same == {"config.json", "tokenizer_config.json"}
+    assert set(before) - same == {"config.json", "tokenizer_config.json", "README.md"}
+    assert after["README.md"].endswith(before["README.md"])
     assert after.keys() == before.keys()
 
 
@@ -162,6 +164,28 @@ def test_interrupt_leaves_nothing(source, tmp_path, monkeypatch):
 def test_context_length_knows_yarn(length, expected, source):
     edit(source, rope_parameters=yarn(original_max_position_embeddings=LENGTH), max_position_embeddings=length)
     assert context_length(AutoConfig.from_pretrained(source)) == expected
+
+
+@pytest.mark.parametrize("theta", [-5.0, 0.0, float("inf")])
+def test_a_base_without_frequencies_is_refused(theta, source, tmp_path):
+    with pytest.raises(ValueError, match="must be greater than 1"):
+        extend_context(source, tmp_path / "out", factor=4, rope_theta=theta)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_says_so_and_drops_the_scores(source, tmp_path):
+    index = [{"name": "m", "results": [{"task": {"type": "text-generation"}, "dataset": {"name": "d", "type": "d"},
+              "metrics": [{"type": "acc", "value": 0.5}]}]}]  # fmt: skip
+    header = json.dumps({"license": "mit", "model-index": index})
+    (source / "README.md").write_text(f"---\n{header}\n---\n\n# A model\n")
+    extend_context(source, tmp_path / "out", factor=4)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.license, card.data.eval_results) == ("mit", None)
+    assert "model-index" not in card.content
+    assert "extended to 2,048 tokens (yarn x4" in card.text
+    assert card.text.rstrip().endswith("# A model")
+    extend_context(tmp_path / "out", tmp_path / "again", factor=4)
+    assert (tmp_path / "again" / "README.md").read_text() == (tmp_path / "out" / "README.md").read_text()
 
 
 def test_command(source, tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -90,6 +91,8 @@ def extend_context(
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is not supported; choose one of {', '.join(METHODS)}.")
+    if rope_theta is not None and not 1 < rope_theta < float("inf"):
+        raise ValueError(f"rope_theta={rope_theta:g} must be greater than 1: frequencies are its negative powers.")
     if not 1 < factor < float("inf"):
         raise ValueError(f"factor={factor:g} must be greater than 1: it is extended length / pre-training length.")
     factor, output = float(factor), check_output(Path(output), source)
@@ -102,6 +105,8 @@ def extend_context(
         copy_files(folder, target, link)
         write_json(target / "config.json", raw | changes)
         raise_tokenizer_limit(target, extension.length)
+        if not extension.unchanged:
+            mark_card(target, extension)
         check_written(target, extension)
     return extension
 
@@ -232,6 +237,24 @@ def raise_tokenizer_limit(folder: Path, length: int) -> None:
     path = folder / TOKENIZER_CONFIG
     if path.is_file() and (config := read_json(path)).get("model_max_length", length) < length:
         write_json(path, config | {"model_max_length": length})
+
+
+def mark_card(folder: Path, extension: Extension) -> None:
+    """Says in the model card what was done, and takes out its scores, which were measured without."""
+    path = folder / "README.md"
+    if not path.is_file():
+        return
+    note = (
+        f"> Context extended to {extension.length:,} tokens ({extension.method} x{extension.factor:g}, without "
+        "training). Scores and instructions below are the original's.\n"
+    )
+    header, text = "", path.read_text(encoding="utf-8")
+    if text.startswith("---"):
+        card = ModelCard(text, ignore_metadata_errors=True)
+        card.data.pop("model_name", None)
+        card.data.eval_results = None
+        header, text = f"---\n{card.data.to_yaml()}\n---\n\n", card.text.lstrip()
+    path.write_text(f"{header}{note}\n{text}", encoding="utf-8")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

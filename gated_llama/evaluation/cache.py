@@ -27,6 +27,8 @@ def cache_name(path: str, model: GatedLlamaLM) -> str:
         "beginning": (model.bos, model.prefix_token_id, model.add_bos_token),
         "length": (model.max_length, model.on_truncation),
         "batch_size": model.batch_size,
+        "generation": (model.model.generation_config.to_dict() if model.model.can_generate() else None),
+        "thinking": model.think_end_token,
         "precision": [str(dtype) for dtype in (model.model.dtype, model.softmax_dtype, model.mixed_precision_dtype)],
         "attention": str(model.model.config._attn_implementation),
     }

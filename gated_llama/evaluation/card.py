@@ -1,10 +1,14 @@
 """Scores in the metadata (`model-index`) of a model card, where the Hub shows them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard_data import eval_results_to_model_index
 from lm_eval.api.task import Task
+
+from .documents import OPENING, openings
 
 
 CARD = "README.md"
@@ -19,18 +23,30 @@ def add_results(folder: Path, results: dict[str, Any], tasks: dict[str, Task]) -
 
     Raises ValueError when `folder` is no local folder: a model on the Hub is not changed from here.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a local folder, so its model card cannot be written: leave --card out.")
+    check_folder(folder)
     path = folder / CARD
     card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else _new_card(folder)
     known = {_key(result): result for result in card.data.eval_results or []}
     known |= {_key(result): result for result in eval_results(results, tasks)}
-    card.data.eval_results = list(known.values())
-    card.data.model_name = card.data.model_name or folder.resolve().name
+    name = card.data.pop("model_name") or folder.resolve().name
+    card.data.eval_results = None  # the library would merge tasks that share a data set
+    card.data["model-index"] = [{"name": name, "results": list(_by_task(name, list(known.values())))}]
     partial = folder / f".{CARD}.partial"
     card.save(partial)
     partial.replace(path)
     return path
+
+
+def check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a local folder, so its model card cannot be written: leave --card out.")
+
+
+def _by_task(model_name: str, results: list[EvalResult]) -> Iterator[dict[str, Any]]:
+    """Entries of a model index, one for each task."""
+    for task in dict.fromkeys(result.dataset_name for result in results):
+        (index,) = eval_results_to_model_index(model_name, [r for r in results if r.dataset_name == task])
+        yield from index["results"]
 
 
 def _new_card(folder: Path) -> ModelCard:
@@ -39,7 +55,7 @@ def _new_card(folder: Path) -> ModelCard:
 
 
 def _key(result: EvalResult) -> tuple:
-    return (*result.unique_identifier, result.metric_name)
+    return (*result.unique_identifier, result.dataset_name, result.metric_name)
 
 
 def eval_results(results: dict[str, Any], tasks: dict[str, Task]) -> list[EvalResult]:
@@ -56,7 +72,7 @@ def eval_results(results: dict[str, Any], tasks: dict[str, Task]) -> list[EvalRe
                     task_type="text-generation",
                     task_name="Text generation",
                     dataset_type=path or name,
-                    dataset_name=name,
+                    dataset_name=_shown_name(name, tasks.get(name)),
                     dataset_config=config,
                     dataset_args={
                         "documents": metrics.get("sample_len"),
@@ -70,6 +86,12 @@ def eval_results(results: dict[str, Any], tasks: dict[str, Task]) -> list[EvalRe
                 )
             )
     return records
+
+
+def _shown_name(name: str, task: Task | None) -> str:
+    """A task on the beginnings of its documents is not the task on all of them."""
+    cut = task is not None and task.config.process_docs is openings
+    return f"{name} (first {OPENING:,} bytes)" if cut else name
 
 
 def _data_set(task: Task | None) -> tuple[str | None, str | None]:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.utils import handle_non_serializable, make_table, setup_logging
 
 from ..convert.tensor_files import one_line
-from .card import add_results
+from .card import add_results, check_folder
 from .compare import compare
 from .harness import BOS_POLICIES, probe_names
 from .report import to_markdown, write
@@ -48,6 +49,8 @@ def evaluate_command(
     Raises:
         ValueError: a request that cannot be met; the message says what to do.
     """
+    if model is not None and model.startswith("-"):
+        raise ValueError(f"No model was named: give MODEL before all options, {model} among them.")
     os.environ.setdefault("LMEVAL_LOG_LEVEL", "WARNING")  # the harness's own is INFO
     setup_logging()
     named = [] if model is None else ["--model", MODEL_CLASS, "--model_args", json.dumps({"pretrained": model})]
@@ -63,6 +66,7 @@ def evaluate_command(
         raise ValueError(f"--probes, --bos and --against belong to the model class {MODEL_CLASS}: leave --model out.")
     if against is None and len(policies) > 1:
         raise ValueError(f"--bos {bos} names several policies: that is for --against; choose one of {BOS_POLICIES}.")
+    _check_targets(config, against, card)
     job = load(config, data_roots)
     try:
         if against is None:
@@ -78,6 +82,16 @@ def evaluate_command(
         raise
     if card:
         add_results(Path(config.model_args["pretrained"]), results, job.tasks)
+
+
+def _check_targets(config: EvaluatorConfig, against: str | None, card: bool) -> None:
+    """ValueError for places that results cannot be written to, before anything is computed."""
+    if config.output_path and any(p.is_file() for p in (Path(config.output_path), *Path(config.output_path).parents)):
+        raise ValueError(f"--output_path {config.output_path} is, or lies below, a file: name a folder.")
+    if card:
+        check_folder(Path(str(config.model_args.get("pretrained"))))
+    if against is not None and (config.wandb_args or config.trackio_args):
+        raise ValueError("A comparison has no place in wandb or trackio: leave --wandb_args and --trackio_args out.")
 
 
 def _compare(
@@ -97,7 +111,7 @@ def _compare(
     ]
     show(to_markdown(comparisons))
     if job.config.output_path:
-        for path in write(comparisons, Path(job.config.output_path)):
+        for path in write(comparisons, Path(job.config.output_path), samples=job.config.log_samples):
             show(str(path))
     else:
         show("Nothing was saved: --output_path FOLDER writes this table, all numbers as JSON, and a picture.")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..convert.verify import PROOF_TEXT
 from .harness import GatedLlamaLM
 from .pairing import Row, rows
 from .probes import has_gates
@@ -96,8 +97,9 @@ def compare(
     of_model = job.config.model_args | {"bos": bos}
     of_base = {key: value for key, value in of_model.items() if key not in WEIGHTS} | {"pretrained": base}
 
+    expected = _reading(job, of_model, probes)  # what does not fit together is told before hours of work
     progress(f"base {base}")
-    run = _run_base(job, of_base, probes)
+    run = _run_base(job, of_base, probes, expected, (base, name))
     progress(f"model {name}")
     results = {"base": run.results, "model": _run_model(job, of_model, probes, run, (base, name))}
     noise = None
@@ -126,8 +128,23 @@ def compare(
     )
 
 
-def _run_base(job: Job, model_args: dict[str, Any], probes: Sequence[str]) -> BaseRun:
+def _reading(job: Job, model_args: dict[str, Any], probes: Sequence[str]) -> tuple[Settings, list[int]]:
+    """A model's settings, and its token ids of a text in which tokenizers differ."""
     lm = _build(job, model_args, probes)
+    return _settings(lm), lm.tok_encode(PROOF_TEXT)
+
+
+def _run_base(
+    job: Job,
+    model_args: dict[str, Any],
+    probes: Sequence[str],
+    expected: tuple[Settings, list[int]],
+    names: tuple[str, str],
+) -> BaseRun:
+    gc.collect()  # the model is gone: one at a time
+    lm = _build(job, model_args, probes)
+    _require_same_settings(_settings(lm), expected[0], *names)
+    _require_same_tokens(lm.tok_encode(PROOF_TEXT), expected[1], *names)
     size = lm.batch_size_per_gpu = lm._detect_batch_size() if lm.batch_size == "auto" else lm.batch_size
     results = evaluate(job, lm)
     bos_token = None if lm.bos == "none" else lm.tokenizer.decode([lm.prefix_token_id])
@@ -140,7 +157,6 @@ def _run_model(
     """The model's results on what the base was asked; names: of base and model."""
     gc.collect()  # the base is gone: one model at a time
     lm = _build(job, model_args | {"batch_size": base.batch_size}, probes)
-    _require_same_settings(base.settings, _settings(lm), *names)
     require_same_ids(base.asked, job, lm, *names)
     results = evaluate(job, lm)
     require_same_ids(base.asked, job, lm, *names)  # requests were built anew, with its own chat template
@@ -191,6 +207,16 @@ def _require_same_settings(base: Settings, model: Settings, base_name: str, mode
         )
 
 
+def _require_same_tokens(base: list[int], model: list[int], base_name: str, model_name: str) -> None:
+    if base != model:
+        first = next((i for i, (b, m) in enumerate(zip(base, model, strict=False)) if b != m), 0)
+        raise ValueError(
+            f"{model_name} reads other token ids than {base_name}: {model[first : first + SHOWN_IDS]}... instead of "
+            f"{base[first : first + SHOWN_IDS]}... from token {first} of a sample text on. Their tokenizers differ: "
+            f"pass --model_args tokenizer={base_name} if the model was made for its vocabulary."
+        )
+
+
 def digests(job: Job, lm: GatedLlamaLM) -> dict[str, list[tuple[bytes, list[int]]]]:
     """Of each request of each task: a digest of its token ids, and the first of them."""
     return {name: [_digest(ids) for ids in _ids(task, lm)] for name, task in job.tasks.items()}
@@ -208,10 +234,13 @@ def require_same_ids(asked: dict, job: Job, lm: GatedLlamaLM, base: str, model: 
     for name, task in job.tasks.items():
         for request, before, ids in zip(task.instances, asked[name], _ids(task, lm), strict=True):
             if (after := _digest(ids)) != before:
+                shown = f"{after[1]}... instead of {before[1]}..."
+                if after[1] == before[1]:
+                    shown = f"equal ones to begin with, {before[1]}..., and others later"
                 raise ValueError(
-                    f"{model} reads other token ids than {base} in {name}: {after[1]}... instead of {before[1]}... "
-                    f"for {request.args[0][:40]!r}. Their tokenizers differ: pass --model_args tokenizer={base} if "
-                    "the model was made for its vocabulary."
+                    f"{model} reads other token ids than {base} in {name}: {shown} for {request.args[0][:40]!r}. "
+                    f"Their tokenizers differ: pass --model_args tokenizer={base} if the model was made for its "
+                    "vocabulary."
                 )
 
 

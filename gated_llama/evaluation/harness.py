@@ -1,6 +1,7 @@
 """The model class `gated-llama` of lm-evaluation-harness: its `hf`, with the start of every request under control."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -10,10 +11,12 @@ from typing import Any, Literal
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
+from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
 from ..convert.extend_context import context_length
 from .probes import COLLECTORS, TaskProbes
@@ -27,6 +30,21 @@ ON_TRUNCATION = ("error", "count")
 
 class TruncationError(ValueError):
     """A prompt is longer than the model's context allows."""
+
+
+class WholeModel:
+    """AutoModelForCausalLM, for checkpoints that have all weights: the library makes up what is not there."""
+
+    @staticmethod
+    def from_pretrained(name: str, **options) -> torch.nn.Module:
+        model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+        if absent := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"{name} has no weights for {len(absent)} tensors of {type(model).__name__}, the first {absent[0]!r}, "
+                "so its scores would be those of random ones: evaluate a checkpoint with a language-model head, as "
+                "AutoModelForCausalLM saves it."
+            )
+        return model
 
 
 @register_model("gated-llama")
@@ -84,7 +102,6 @@ class GatedLlamaLM(HFLM):
         self.tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         self.bos = self._choose_bos(bos)
         self.on_truncation = on_truncation
-        self.truncated: Counter[str] = Counter()
         self.task = ""
         self._batch_size_at: dict[int, int] = {}
         self.probes: TaskProbes | None = None
@@ -112,6 +129,11 @@ class GatedLlamaLM(HFLM):
     def max_length(self) -> int:
         """Tokens of context: `max_length` if it was given, else what the configuration allows, YaRN included."""
         return self._max_length or context_length(self.model.config) or super().max_length
+
+    def _create_model(self, *arguments, **options):
+        if self.AUTO_MODEL_CLASS is AutoModelForCausalLM:
+            self.AUTO_MODEL_CLASS = WholeModel
+        super()._create_model(*arguments, **options)
 
     # Tokens of a request
 
@@ -226,20 +248,34 @@ class GatedLlamaLM(HFLM):
         return max(counts) - windows
 
     def _generate(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        lengths = []
-        for prompt, options in (request.args for request in requests):
-            room = self.max_length - normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
-            if room < 1:
-                raise ValueError(
-                    f"{self.task} generates up to {self.max_length - room} tokens, which leaves no room for a prompt "
-                    f"in a context of {self.max_length}: pass --gen_kwargs max_gen_toks=N, or extend the context."
-                )
-            lengths.append((len(self.tok_encode(prompt)), room))
-        self._check_fit(lengths)
+        self._check_fit([(len(self.request_ids(request)), self.room(request)) for request in requests])
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
+    def room(self, request: Instance) -> float:
+        """Tokens that a request may have without being cut; documents of perplexity tasks are read in windows."""
+        if request.request_type == "loglikelihood_rolling":
+            return math.inf
+        if request.request_type == "loglikelihood":
+            return self.max_length + 1  # the last one is predicted, never read
+        room = self.max_length - normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
+        if room < 1:
+            raise ValueError(
+                f"{request.task_name} generates up to {self.max_length - room} tokens, which leaves no room for a "
+                f"prompt in a context of {self.max_length}: pass --gen_kwargs max_gen_toks=N, or extend the context."
+            )
+        return room
+
+    def count_truncated(self, tasks: dict[str, Task]) -> dict[str, int]:
+        """Requests of each task that are cut, whether they were answered now or came from a cache."""
+        if self.on_truncation == "error":
+            return {}
+        counts = {
+            name: sum(len(self.request_ids(request)) > self.room(request) for request in task.instances)
+            for name, task in tasks.items()
+        }
+        return {name: count for name, count in counts.items() if count}
+
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
-        # One token more than the context: the last one is predicted, never read.
         self._check_fit(
             [(len(context) + len(continuation), self.max_length + 1) for _, context, continuation in requests]
         )
@@ -250,7 +286,7 @@ class GatedLlamaLM(HFLM):
         return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
 
     def _check_fit(self, lengths: Sequence[tuple[int, int]]) -> None:
-        """lengths: tokens and room of each request. TruncationError, or a count, where one does not fit."""
+        """lengths: tokens and room of each request. TruncationError where one does not fit, unless counted."""
         over = [(tokens, room) for tokens, room in lengths if tokens > room]
         if over and self.on_truncation == "error":
             tokens, room = max(over, key=lambda pair: pair[0] - pair[1])
@@ -259,7 +295,6 @@ class GatedLlamaLM(HFLM):
                 f"tokens where {room} have room (context {self.max_length}). Use fewer shots, extend the context "
                 "(gated-llama extend-context), or let them be cut and counted: --model_args on_truncation=count"
             )
-        self.truncated[self.task] += len(over)
 
     # Forward passes
 
@@ -290,7 +325,6 @@ class GatedLlamaLM(HFLM):
         info["bos"] = self.bos
         info["bos_token"] = None if self.bos == "none" else self.tokenizer.decode([self.prefix_token_id])
         info["context_length"] = self.max_length
-        info["truncated_prompts"] = dict(self.truncated)
         if self.probes:
             info["probes"] = self.probes.report()
         return info

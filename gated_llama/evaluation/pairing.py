@@ -16,6 +16,8 @@ from .statistics import SCALES, Paired, Scale, paired
 UNITS = {"word_perplexity": "nats per word", "byte_perplexity": "nats per byte", "token_perplexity": "nats per token"}
 REDUNDANT = ("bits_per_byte",)
 
+ENOUGH = 10  # documents, below which a bootstrap interval says nothing
+
 
 @dataclass(frozen=True)
 class Row:
@@ -35,8 +37,11 @@ class Row:
 
     @property
     def clear(self) -> bool:
-        """The interval of the difference leaves zero out, and the base against itself did not move as far."""
-        inside = self.values.low <= 0 <= self.values.high
+        """
+        The interval of the difference leaves zero out, the base against itself did not move as far, and there are
+        enough documents for an interval to mean something.
+        """
+        inside = self.values.low <= 0 <= self.values.high or self.values.documents < ENOUGH
         return not inside and (self.noise is None or abs(self.values.difference) > abs(self.noise.difference))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .compare import Comparison
-from .pairing import Row
+from .pairing import ENOUGH, Row
 from .statistics import LEVEL, RESAMPLES
 
 
@@ -36,8 +36,8 @@ def to_markdown(comparisons: list[Comparison]) -> str:
     parts.append(
         f"Intervals: {LEVEL:.0%}, bootstrap over documents ({RESAMPLES:,} resamples) of the paired difference. p: "
         f"exact McNemar test on the documents that the two answer differently.{noise} Clear: the interval leaves zero "
-        "out and the difference passes the noise. Perplexities differ in nats, the logarithm of their ratio. Arrows "
-        "point where better is."
+        f"out, the difference passes the noise, and there are {ENOUGH} documents or more. Perplexities differ in "
+        "nats, the logarithm of their ratio. Arrows point where better is."
     )
     parts.append(", ".join(f"{name} {version(name)}" for name in PACKAGES) + ".")
     return "\n\n".join(parts) + "\n"
@@ -78,7 +78,8 @@ def _line(row: Row) -> str:
     )
     p = "" if values.p_value is None else f"{values.p_value:.3f}"
     noise = "" if row.noise is None else _signed(row.noise.difference)
-    difference = f"{_signed(values.difference)} [{_signed(values.low)}, {_signed(values.high)}] {row.unit}".rstrip()
+    bounds = "" if values.documents == 1 else f" [{_signed(values.low)}, {_signed(values.high)}]"
+    difference = f"{_signed(values.difference)}{bounds} {row.unit}".rstrip()
     cells = (row.name, metric, values.documents, _number(values.base), _number(values.model), difference, p, noise)
     return "| " + " | ".join(map(str, cells)) + f" | {'yes' if row.clear else 'no'} |"
 
@@ -100,7 +101,14 @@ def _measurements(comparison: Comparison) -> list[str]:
         return []
     note = f"Requests that were answered from the cache and not measured: {', '.join(cached)}." if cached else ""
     heading = "| task | | tokens | gate mean | < 0.1 | > 0.9 | first-token attention | M-Act | cost of measuring |"
-    table = ["", "Measured on the scored tokens:", "", heading, "|---|---|--:|--:|--:|--:|--:|--:|--:|", *lines]
+    table = [
+        "",
+        "Measured on the tokens that were read for these scores:",
+        "",
+        heading,
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        *lines,
+    ]
     return [*table, "", note] if note else table
 
 
@@ -171,8 +179,12 @@ def _short(name: str) -> str:
     return Path(name).name or name
 
 
-def write(comparisons: list[Comparison], folder: Path) -> list[Path]:
-    """Writes comparison.md and, for each policy, a JSON object and a picture; returns their paths."""
+def write(comparisons: list[Comparison], folder: Path, samples: bool = False) -> list[Path]:
+    """
+    Writes comparison.md and, for each policy, a JSON object and a picture; returns their paths.
+
+    samples: also each task's documents, requests and answers, as JSON lines, of both models.
+    """
     from lm_eval.utils import handle_non_serializable
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,4 +196,19 @@ def write(comparisons: list[Comparison], folder: Path) -> list[Path]:
         (folder / f"{stem}.json").write_text(content + "\n", encoding="utf-8")
         draw(comparison, folder / f"{stem}.png")
         written += [folder / f"{stem}.json", folder / f"{stem}.png"]
+        if samples:
+            written += _write_samples(comparison, folder / stem.replace("comparison", "samples"))
+    return written
+
+
+def _write_samples(comparison: Comparison, folder: Path) -> list[Path]:
+    from lm_eval.utils import handle_non_serializable
+
+    folder.mkdir(exist_ok=True)
+    written = []
+    for label in ("base", "model"):
+        for task, of_task in comparison.results[label]["samples"].items():
+            lines = (json.dumps(s, default=handle_non_serializable, ensure_ascii=False) + "\n" for s in of_task)
+            written.append(folder / f"{task}.{label}.jsonl")
+            written[-1].write_text("".join(lines), encoding="utf-8")
     return written

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..convert.extend_context import extend_context
+from ..convert.extend_context import extend_context, find_folder
 from .command import guarded
 from .compare import digests, require_same_ids
 from .harness import GatedLlamaLM, TruncationError
@@ -99,8 +99,11 @@ def run_ruler(
     """
     if min(lengths) < SHORTEST:
         raise ValueError(f"length {min(lengths)} is too short for RULER, whose prompts need about {SHORTEST} tokens.")
+    for folder in models.values():
+        find_folder(folder, None)
     tokenizer = models.get("gated") or next(iter(models.values()))
     jobs = {length: _job(tokenizer, length - reserve, tasks, arguments, data_roots) for length in sorted(lengths)}
+    check_tasks(next(iter(jobs.values())))
     ruler = Ruler(dict(models), reserve)
     asked: dict[int, dict] = {}
     for label, folder in models.items():
@@ -205,11 +208,34 @@ def write(ruler: Ruler, folder: Path) -> None:
 
 
 def extended(folder: str, factor: float, out: Path, label: str) -> str:
-    """The extended copy of a model below `out`, made unless it is there from an earlier run."""
+    """
+    The extended copy of a model below `out`, made unless it is there from an earlier run.
+
+    Raises ValueError for a copy of another model, or of one that has been written again since.
+    """
     target = out / f"{label}-yarn-{factor:g}"
-    if not (target / "config.json").is_file():
+    record = out / f"{target.name}.source.json"
+    origin = _origin(find_folder(folder, None))
+    if not target.exists():
         extend_context(folder, target, factor=factor, link=False)
+        record.write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+    elif not record.is_file() or json.loads(record.read_text(encoding="utf-8")) != origin:
+        raise ValueError(f"{target} was not made from {folder} as it is now: name another --out, or remove it.")
     return str(target)
+
+
+def _origin(folder: Path) -> dict[str, Any]:
+    """What tells a checkpoint folder from another, and from what it was before: its files, their sizes and times."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+    return {"folder": str(folder.resolve()), "files": stats}
+
+
+def check_tasks(job: Job) -> None:
+    """ValueError for tasks that have no score for each length, as RULER's have."""
+    for name, task in job.tasks.items():
+        if not any(str(metric).isdigit() for metric in task.aggregation()):
+            raise ValueError(f"{name} is no RULER task: choose from ruler_offline, ruler and what these hold.")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -238,6 +264,10 @@ def _run(ours: argparse.Namespace, harness_arguments: Sequence[str]) -> None:
         sys.stderr.write(f"{message}\n")
         write(ruler, ours.out)
 
+    if ours.out.is_file():
+        raise ValueError(f"--out {ours.out} is a file: name a folder.")
+    if taken := [flag for flag in ("--output_path", "-o", "--log_samples", "-s") if flag in harness_arguments]:
+        raise ValueError(f"{taken[0]} has no use here: results go to --out.")
     models = {"base": ours.base, "gated": ours.gated}
     if ours.factor:
         for label in ("base", "gated"):

@@ -1,9 +1,11 @@
 """One evaluation: the harness's own command line in, its results out."""
 
+import argparse
 import contextlib
 import math
 import os
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -78,10 +80,20 @@ def parse(arguments: Sequence[str]) -> EvaluatorConfig:
     ]
     if options.model is None and options.config is None:
         options.model = MODEL_CLASS
+    _check_numbers(options)
     config = EvaluatorConfig.from_cli(options)
     if not config.tasks:
         raise ValueError("No task was named: pass --tasks, such as --tasks hellaswag; `lm_eval ls tasks` lists them.")
     return config
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    """ValueError for sizes and limits that only surface as errors of the loops that they control."""
+    size, limit = getattr(options, "batch_size", None), getattr(options, "limit", None)
+    if size is not None and not re.fullmatch(r"auto(:\d+)?|[1-9]\d*", str(size)):
+        raise ValueError(f"--batch_size {size} must be a whole number above 0, or auto.")
+    if limit is not None and limit <= 0:
+        raise ValueError(f"--limit {limit:g} must be above 0: a number of documents, or a share below 1.")
 
 
 def load(config: EvaluatorConfig, data_roots: Sequence[str | Path] = ()) -> Job:
@@ -104,7 +116,11 @@ def load(config: EvaluatorConfig, data_roots: Sequence[str | Path] = ()) -> Job:
     with local_data(data_roots), contextlib.redirect_stdout(sys.stderr):  # generators of synthetic tasks talk
         for name in _without_tags(config.tasks, manager):
             selected += _load_one(name, manager, data_roots)
-    return Job(config, manager, selected)
+    job = Job(config, manager, selected)
+    unsafe = [name for name, task in job.tasks.items() if getattr(task, "UNSAFE_CODE", False)]
+    if unsafe and not config.confirm_run_unsafe_code:
+        raise ValueError(f"{unsafe[0]} runs code that the model writes: allow it with --confirm_run_unsafe_code.")
+    return job
 
 
 def _without_tags(names: Iterable[str | dict], manager: TaskManager) -> Iterator[str | dict]:
@@ -120,18 +136,45 @@ def _load_one(name: str | dict, manager: TaskManager, data_roots: Sequence) -> l
     try:
         loaded = manager.load([name])
     except DATA_ERRORS as error:
-        places = f"below {', '.join(map(str, data_roots))}" if data_roots else "below a folder given with --data-root"
+        _blame_part(name, manager, data_roots)
         raise ValueError(
-            f"The data set of {shown} was not found ({one_line(error) or type(error).__name__}): put it {places} "
-            "under its Hub id, or allow access to the Hub."
+            f"The data set of {shown} was not found ({one_line(error) or type(error).__name__}): "
+            f"{_advice(data_roots, _files(name, manager))}."
         ) from error
     except ImportError as error:
         raise ValueError(f"{shown} needs a package that is not installed: {one_line(error)}") from error
+    except ValueError as error:
+        if "BuilderConfig" not in str(error):  # of `datasets`: the configuration is not among the files
+            raise
+        raise ValueError(
+            f"The data set of {shown} was not found ({one_line(error)}): {_advice(data_roots)}."
+        ) from error
     except (AssertionError, LookupError) as error:
         raise ValueError(f"{shown} cannot be loaded: {one_line(error)}") from error
     inner = {child for children in loaded["group_map"].values() for child in children}
     groups = [group for group_name, group in loaded["groups"].items() if group_name not in inner]
     return groups or list(loaded["tasks"].values())
+
+
+def _advice(data_roots: Sequence, files: str | None = None) -> str:
+    places = f"below {', '.join(map(str, data_roots))}" if data_roots else "below a folder given with --data-root"
+    return f"put {files} {places}" if files else f"put it {places} under its Hub id, or allow access to the Hub"
+
+
+def _files(name: str | dict, manager: TaskManager) -> str | None:
+    """The local files that one of this package's tasks reads."""
+    entry = manager.task_index.get(name) if isinstance(name, str) else None
+    found = ((entry.cfg if entry else None) or {}).get("dataset_kwargs", {}).get("data_files")
+    return ", ".join(found.values()) if isinstance(found, dict) else None
+
+
+def _blame_part(name: str | dict, manager: TaskManager, data_roots: Sequence) -> None:
+    """Raises for the part of a group whose documents are not there."""
+    entry = manager.task_index.get(name) if isinstance(name, str) else None
+    if entry is not None and entry.kind is Kind.GROUP:
+        for part in (entry.cfg or {}).get("task", []):
+            if isinstance(part, str):
+                _load_one(part, manager, data_roots)
 
 
 def _absolute(value: Any) -> Any:
@@ -179,7 +222,15 @@ def build_model(config: EvaluatorConfig, model_args: dict[str, Any] | None = Non
         "device": config.device,
         **(config.model_args if model_args is None else model_args),
     }
-    return get_model(config.model).create_from_arg_obj({k: v for k, v in arguments.items() if v is not None})
+    try:
+        return get_model(config.model).create_from_arg_obj({k: v for k, v in arguments.items() if v is not None})
+    except OSError as error:
+        name = str(arguments.get("pretrained"))
+        raise OSError(one_line(error) if name in str(error) else f"{name}: {one_line(error)}") from error
+    except (TypeError, AttributeError, AssertionError) as error:  # how an unknown argument, dtype or device surfaces
+        raise ValueError(
+            f"The model cannot be built ({one_line(error)}): look at --model_args and --device."
+        ) from error
 
 
 def evaluate(job: Job, model: LM, tracker: EvaluationTracker | None = None) -> dict[str, Any] | None:
@@ -229,6 +280,7 @@ def evaluate(job: Job, model: LM, tracker: EvaluationTracker | None = None) -> d
         if ours:
             _add_token_perplexity(results, job.tasks, model)
             _add_unmeasured(results, job.tasks)
+            results["config"]["truncated_prompts"] = model.count_truncated(job.tasks)
     return results
 
 
