@@ -217,7 +217,9 @@ def test_ruler_marks_of_other_lengths_are_left_out():
 def test_unknown_task_and_missing_data_name_the_fix(identity, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"Tasks not found: helloswag.*lm_eval ls tasks"):
         make_job(identity, "helloswag")
-    with pytest.raises(ValueError, match=r"The data set of ceval-valid_\w+ was not found.*ceval/ceval-exam.*--data-root"):
+    with pytest.raises(
+        ValueError, match=r"The data set of ceval-valid_\w+ was not found.*ceval/ceval-exam.*--data-root"
+    ):
         make_job(identity, "ceval-valid", roots=[])
     with pytest.raises(ValueError, match=r"perplexity_math_en was not found.*eval/text"):
         make_job(identity, "perplexity_english")
