@@ -5,9 +5,9 @@ DATA holds <domain>/validation.jsonl[.gz] and, for WikiText-2, wikitext/test.jso
 is a folder, or "source". Results are kept in OUT.json, model by model; those that are there already stay.
 
 For each model: KL(source || model) and perplexity over the source's on each domain, the source reading <|endoftext|>
-first, the model too unless its record says that a transplant took that token away; first-token attention and the
-largest activations; the KL with all gates at 1; perplexities with a sliding window and with rounded numbers, against
-its own. Everything is in float32.
+first, the model too unless its record says that a transplant took that token away; first-token attention, the key that
+is attended to most, and the largest activations; the KL with all gates at 1; perplexities with a sliding window and
+with rounded numbers, against its own. Everything is in float32.
 """
 
 import argparse
@@ -56,9 +56,9 @@ def rows_of(tokenizer, folder: Path, rows: int, context: int) -> torch.Tensor:
     return torch.tensor(found[:rows])
 
 
-def load(work: Path, name: str) -> GatedLlamaForCausalLM:
+def load(work: Path, name: str, **options) -> GatedLlamaForCausalLM:
     folder = work / "models" / "plain" if name == "source" else Path(name)
-    return GatedLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return GatedLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 
 
 def reads_first(model) -> bool:
@@ -88,6 +88,21 @@ def robustness(model, texts: dict[str, torch.Tensor], stream: torch.Tensor, own:
     return {outcome.name: outcome.to_dict() for outcome in outcomes if outcome.name != "unchanged"}
 
 
+@torch.no_grad()
+def most_attended(model: GatedLlamaForCausalLM, rows: torch.Tensor, own: int | None) -> list[dict]:
+    """
+    Of each row, the key that queries of its second half attend to most (mean over layers, heads and those queries).
+
+    A sink that is pressed off the first token may only move to the next one, where first-token attention misses it.
+    """
+    found = []
+    for row in with_first(rows, own):
+        layers = model(row[None], output_attentions=True, use_cache=False).attentions
+        received = torch.stack([layer[0, :, len(row) // 2 :].mean(dim=(0, 1)) for layer in layers]).mean(dim=0)
+        found.append({"position": int(received.argmax()), "share": float(received.max())})
+    return found
+
+
 def evaluate(name: str, work: Path, texts: dict, stream: torch.Tensor, first: int) -> dict:
     start = time.perf_counter()
     source, model = load(work, "source"), load(work, name)
@@ -98,6 +113,8 @@ def evaluate(name: str, work: Path, texts: dict, stream: torch.Tensor, first: in
         result["without_first"] = compare(model, source, texts, first, None)
     sample = torch.cat([texts["literature_en"][:3], texts["wikitext"][:3]])
     result["sink"] = sink_measures(model, sample, own)
+    eager = load(work, name, attn_implementation="eager")
+    result["most_attended"] = most_attended(eager, sample, own)
     if model.config.gate_position is not None:
         with gate_override(model, 1.0 if (model.config.gate_retrofit or {}).get("policy") == "transplant" else 0.5):
             part = {domain: rows[:1] for domain, rows in texts.items()}

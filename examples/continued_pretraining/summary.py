@@ -32,13 +32,16 @@ def fidelity_table(models: dict) -> list[str]:
 def sink_table(models: dict) -> list[str]:
     kept = [f"window 256, {kept} first kept" for kept in (0, 1, 4)]
     lines = [
-        "| | F-Attn | max, any layer | max, layer 20 | window: 0 kept / 4 kept | 1 kept / 4 kept | W8A8 | A4 |",
-        "|---|" + "--:|" * 7,
+        "| | F-Attn | most attended key | max, any layer | max, layer 20 | window: 0 kept / 4 kept | 1 kept / 4 kept |"
+        " W8A8 | A4 |",
+        "|---|" + "--:|" * 8,
     ]
     for name, result in models.items():
         sink, robust = result["sink"], result["robustness"]
         windows = [robust[key]["perplexity_ratio"] for key in kept]
-        row = [f"{sink['first_token_attention']:.4f}", f"{sink['max_activation']:,.0f}"]
+        most = max(result["most_attended"], key=lambda found: found["share"])
+        row = [f"{sink['first_token_attention']:.4f}", f"{most['share']:.3f} at {most['position']}"]
+        row += [f"{sink['max_activation']:,.0f}"]
         row += [f"{sink['max_activation_per_layer'][20]:,.0f}"]
         row += cells((windows[0] / windows[2], windows[1] / windows[2]), ".3f")
         row += [f"{robust[key]['perplexity_ratio']:.3g}" for key in ("W8A8", "A4 per token")]
