@@ -273,7 +273,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(workshop, tmp_path):
 def test_recipes_are_read():
     names = {path.stem for path in RECIPES.glob("*.yaml")}
     controls = {"control_next_token", "control_random", "control_open", "control_gates_only"}
-    assert names == {"base", "polish", "polish_100k", "polish_1m", "pressure", "staged"} | controls
+    assert names == {"base", "polish", "polish_100k", "polish_1m", "polish_faster", "pressure", "staged"} | controls
     for name in names:
         chosen = read_settings(RECIPES / f"{name}.yaml")
         assert chosen.losses.keys() <= LOSS_SETTINGS.keys()
