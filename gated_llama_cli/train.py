@@ -94,9 +94,11 @@ def show(report):
             (title, f"{watched[0][f'watch_{name}']:.4g} -> {watched[-1][f'watch_{name}']:.4g}")
             for title, name in (
                 ("first-token attention", "first_token_attention"),
+                ("attention on the most attended key", "most_attended"),
                 ("largest activation", "max_activation"),
                 ("mean gate score", "gate_mean"),
             )
+            if f"watch_{name}" in watched[0]
         ]
     out.print(facts(str(report.output / "model"), rows))
     out.print(f"Log and settings: {escape(str(report.output / 'training.json'))}", soft_wrap=True)

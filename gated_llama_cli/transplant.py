@@ -73,8 +73,13 @@ def show(report, source: str, output: Path):
     before, after = measures["source"], measures["result"]
     rows = [["", "source", "result"]]
     rows.append(["reads first", escape(sink.first_token), "the text"])
-    for name, key in (("first-token attention", "first_token_attention"), ("largest activation", "max_activation")):
-        rows.append([name, f"{before[key]:,.4g}", f"{after[key]:,.4g}"])
+    for name, key in (
+        ("first-token attention", "first_token_attention"),
+        ("attention on the most attended key", "most_attended"),
+        ("largest activation", "max_activation"),
+    ):
+        if None not in (before[key], after[key]):  # rows may be too short for a most attended key
+            rows.append([name, f"{before[key]:,.4g}", f"{after[key]:,.4g}"])
     for result, floor in zip(measures["held_out"], measures["source_without_first_token"], strict=True):
         rows.append(
             [f"KL to source, {result['name']}", f"{floor['kl']:.3f} without {sink.first_token}", f"{result['kl']:.3f}"]

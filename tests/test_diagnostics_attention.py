@@ -147,6 +147,39 @@ def test_a_sink_at_the_third_key_is_told_from_the_first():
     assert result.mean < 0.05
 
 
+def test_the_most_attended_key_follows_a_sink_that_moves():
+    """One document has its sink on the third key, the other on the first; the last is too short to count."""
+    texts = [[3, 3, 1] + [3] * 97, [1] + [3] * 63, [1] + [3] * 62]
+    model = constant_sink(5.0)
+    with FirstTokenAttention(model) as probe, torch.no_grad():
+        for text in texts:
+            model(torch.tensor([text]))
+    share = sum(math.exp(5) / (math.exp(5) + query) for query in range(32, 64)) / 32
+    assert probe.result().most_attended == pytest.approx(share, abs=1e-6)
+    assert probe.result().most_attended_keys == [{"key": 3, "count": 1}, {"key": 1, "count": 1}]
+    short = measure(model, torch.tensor(texts[2:]))
+    assert (short.most_attended, short.most_attended_keys) == (None, [])
+
+
+def test_the_most_attended_key_equals_that_of_maps():
+    model, ids = build(), tokens(2, 24)
+    packed = torch.cat([ids[:1], ids[1:]], dim=1)
+    positions = torch.arange(24).repeat(2)[None]
+    maps = torch.stack(list(maps_of(model, ids)))  # [layer, batch, heads, query, key]
+    received = maps[..., 8:16, :8].mean(dim=(0, 2, 3))
+    expected = received.amax(dim=-1).mean().item()
+    options = {"sink_window": 16}
+    for result in (
+        measure(model, ids, probe_options=options),
+        measure(model, packed, probe_options=options, position_ids=positions, use_cache=False),
+    ):
+        assert result.most_attended == pytest.approx(expected, abs=1e-6)
+        found = {entry["key"]: entry["count"] for entry in result.most_attended_keys}
+        assert sorted(key for key, count in found.items() for _ in range(count)) == sorted(
+            (received.argmax(dim=-1) + 1).tolist()
+        )
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     ("model_type", "overrides"),

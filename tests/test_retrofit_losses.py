@@ -146,7 +146,7 @@ def test_attention_outputs_against_each_layer(first, student, source):
 @pytest.mark.parametrize("down_proj", [False, True])
 def test_outliers_at_both_ends_of_every_residual_norm(down_proj, student):
     """tau is low enough that something lies above it at most sites."""
-    settings = Outlier(tau=1.5, first_token_weight=10.0, down_proj=down_proj)
+    settings = Outlier(tau=1.5, first_token_weight=10.0, worst_token_weight=30.0, down_proj=down_proj)
     sites = []
     handles = []
     for name, module in student.named_modules():
@@ -162,28 +162,37 @@ def test_outliers_at_both_ends_of_every_residual_norm(down_proj, student):
     for states in sites:
         total = weight = 0.0
         for row in range(2):
-            for position in range(IDS.shape[1]):
-                x = states[row, position]
+            sums = []
+            for x in states[row]:
                 u = x / (x**2).mean().sqrt()
+                sums.append(((u.abs() - 1.5).clamp(min=0) ** 2).sum())
+            for position, value_there in enumerate(sums):
                 w = 10.0 if position == 0 else 1.0
-                total += w * ((u.abs() - 1.5).clamp(min=0) ** 2).sum()
+                if value_there == max(sums):
+                    w = 30.0
+                total += w * value_there
                 weight += w
         expected.append(total / weight)
     torch.testing.assert_close(value, torch.stack(expected).mean(), rtol=1e-4, atol=1e-6)
     assert value > 0.1
 
 
-def test_an_outlier_of_the_first_token_counts_as_often_as_told(student):
-    states = torch.ones(1, 8, 40)
-    states[0, 0, 3] = 100.0
-
-    def value(weight):
-        batch = Batch(IDS[:1, :8], 8, Record(norms=[states]))
-        return losses.outlier(batch, Outlier(first_token_weight=weight)).item()
-
+@pytest.mark.parametrize("position", [0, 5])
+def test_tokens_count_as_often_as_told(position):
+    """An outlier on the first token, or on another one, where weighing the first token helps it away instead."""
+    states = torch.ones(2, 8, 40)
+    states[1, position, 3] = 100.0
     u = 100 / math.sqrt((100**2 + 39) / 40)
-    assert value(1.0) == pytest.approx((u - 4) ** 2 / 8, rel=1e-5)
-    assert value(256.0) == pytest.approx((u - 4) ** 2 * 256 / 263, rel=1e-5)
+
+    def value(first, worst):
+        batch = Batch(IDS[:2, :8], 8, Record(norms=[states]))
+        return losses.outlier(batch, Outlier(first_token_weight=first, worst_token_weight=worst)).item() / (u - 4) ** 2
+
+    assert value(1.0, 1.0) == pytest.approx(1 / 16, rel=1e-5)
+    assert value(1.0, 256.0) == pytest.approx(256 / (2 * 263), rel=1e-5)
+    assert value(256.0, 1.0) == pytest.approx((256 if position == 0 else 1) / (2 * 263), rel=1e-5)
+    # The first row has no outlier: its worst token is its first one. In the second row they are one, or two.
+    assert value(64.0, 256.0) == pytest.approx(256 / (526 if position == 0 else 526 + 63), rel=1e-5)
 
 
 SINK_MODELS = {

@@ -272,7 +272,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(workshop, tmp_path):
 
 def test_recipes_are_read():
     names = {path.stem for path in RECIPES.glob("*.yaml")}
-    controls = {"control_next_token", "control_random", "control_open", "control_gates_only"}
+    controls = {"control_next_token", "control_random", "control_open", "control_gates_only", "control_first_token"}
     assert names == {"base", "polish", "polish_100k", "polish_1m", "polish_faster", "pressure", "staged"} | controls
     for name in names:
         chosen = read_settings(RECIPES / f"{name}.yaml")

@@ -23,7 +23,12 @@ from transformers import AutoTokenizer
 
 from gated_llama import GatedLlamaForCausalLM, gate_override
 from gated_llama.convert import convert_checkpoint
-from gated_llama.diagnostics import measure_interventions, quantisation_interventions, streaming_interventions
+from gated_llama.diagnostics import (
+    FirstTokenAttention,
+    measure_interventions,
+    quantisation_interventions,
+    streaming_interventions,
+)
 from gated_llama.retrofit.deliver import sink_measures
 from gated_llama.retrofit.fidelity import fidelity
 
@@ -56,9 +61,9 @@ def rows_of(tokenizer, folder: Path, rows: int, context: int) -> torch.Tensor:
     return torch.tensor(found[:rows])
 
 
-def load(work: Path, name: str, **options) -> GatedLlamaForCausalLM:
+def load(work: Path, name: str) -> GatedLlamaForCausalLM:
     folder = work / "models" / "plain" if name == "source" else Path(name)
-    return GatedLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    return GatedLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def reads_first(model) -> bool:
@@ -91,15 +96,16 @@ def robustness(model, texts: dict[str, torch.Tensor], stream: torch.Tensor, own:
 @torch.no_grad()
 def most_attended(model: GatedLlamaForCausalLM, rows: torch.Tensor, own: int | None) -> list[dict]:
     """
-    Of each row, the key that queries of its second half attend to most (mean over layers, heads and those queries).
+    Of each row, the key of its first half, counted from 1, that queries of the second half attend to most.
 
     A sink that is pressed off the first token may only move to the next one, where first-token attention misses it.
     """
     found = []
     for row in with_first(rows, own):
-        layers = model(row[None], output_attentions=True, use_cache=False).attentions
-        received = torch.stack([layer[0, :, len(row) // 2 :].mean(dim=(0, 1)) for layer in layers]).mean(dim=0)
-        found.append({"position": int(received.argmax()), "share": float(received.max())})
+        with FirstTokenAttention(model, sink_window=len(row)) as probe:
+            model(row[None], use_cache=False)
+        result = probe.result()
+        found.append({"key": result.most_attended_keys[0]["key"], "share": result.most_attended})
     return found
 
 
@@ -113,8 +119,7 @@ def evaluate(name: str, work: Path, texts: dict, stream: torch.Tensor, first: in
         result["without_first"] = compare(model, source, texts, first, None)
     sample = torch.cat([texts["literature_en"][:3], texts["wikitext"][:3]])
     result["sink"] = sink_measures(model, sample, own)
-    eager = load(work, name, attn_implementation="eager")
-    result["most_attended"] = most_attended(eager, sample, own)
+    result["most_attended"] = most_attended(model, sample, own)
     if model.config.gate_position is not None:
         with gate_override(model, 1.0 if (model.config.gate_retrofit or {}).get("policy") == "transplant" else 0.5):
             part = {domain: rows[:1] for domain, rows in texts.items()}

@@ -40,7 +40,7 @@ def sink_table(models: dict) -> list[str]:
         sink, robust = result["sink"], result["robustness"]
         windows = [robust[key]["perplexity_ratio"] for key in kept]
         most = max(result["most_attended"], key=lambda found: found["share"])
-        row = [f"{sink['first_token_attention']:.4f}", f"{most['share']:.3f} at {most['position']}"]
+        row = [f"{sink['first_token_attention']:.4f}", f"{most['share']:.3f}, key {most['key']}"]
         row += [f"{sink['max_activation']:,.0f}"]
         row += [f"{sink['max_activation_per_layer'][20]:,.0f}"]
         row += cells((windows[0] / windows[2], windows[1] / windows[2]), ".3f")

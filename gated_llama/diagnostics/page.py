@@ -56,11 +56,14 @@ def summary_rows(report: "DiagnosisReport") -> Rows:
 def main_numbers(report: "DiagnosisReport") -> list[tuple[str, str]]:
     attention, activation, gates = report.first_token_attention, report.max_activation, report.gate_scores
     first = ", ".join(f"{entry['token']!r} x {entry['count']}" for entry in attention["first_tokens"][:3])
+    keys = ", ".join(f"{entry['key']} x {entry['count']}" for entry in attention["most_attended_keys"][:3])
     rows = [
         ("token 0", first),
         ("first-token attention, mean", number(attention["mean"])),
         ("without the first four queries", number(attention["mean_late"])),
         *((f"sink rate, key {key}, eps 0.3", number(rate)) for key, rate in attention["sink_rate"].items()),
+        ("most attended key, mean", number(attention["most_attended"])),
+        ("which one, counted from 1", keys or "-"),
         ("max activation", number(activation["max"])),
         ("in layer / dimension", f"{activation['max_layer']} / {activation['dimension']}"),
         ("mean over layers (M-Act)", number(activation["m_act"])),

@@ -241,6 +241,9 @@ class Probe:
     def begin(self) -> None:
         """Called at the start of each counted forward pass, when `layout` and `input_ids` are set."""
 
+    def finish(self) -> None:
+        """Called at the end of each counted forward pass that did not fail."""
+
     def first_tokens(self) -> list[dict]:
         """What stands first in the documents: [{"id": token id, "count": documents}], most frequent first."""
         return [{"id": token, "count": count} for token, count in self.first_token_ids.most_common()]
@@ -277,6 +280,7 @@ class Probe:
         self.layout = self.input_ids = None
         if layout is None or output is None:  # not counted, or the pass failed
             return
+        self.finish()
         self.tokens += int(layout.real.sum())
         self.documents += int(layout.first.sum())
         if input_ids is not None:

@@ -30,7 +30,15 @@ REPORTED = {
         "dead_heads",
         "saturated_heads",
     ),
-    "first_token_attention": ("mean", "mean_late", "sink_rate", "per_layer", "first_tokens"),
+    "first_token_attention": (
+        "mean",
+        "mean_late",
+        "sink_rate",
+        "most_attended",
+        "most_attended_keys",
+        "per_layer",
+        "first_tokens",
+    ),
     "max_activation": ("m_act", "max", "per_layer"),
 }
 

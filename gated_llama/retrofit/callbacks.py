@@ -87,7 +87,8 @@ class Watch(TrainerCallback):
     """
     Measures the student on a fixed batch, at both ends and every so often, and logs what it finds:
 
-    first_token_attention and max_activation, m_act: F-Attn, the largest and the mean largest |h| of layer outputs.
+    first_token_attention: F-Attn. most_attended: attention on the one key that gets most of it, where rows are long
+    enough. max_activation, m_act: the largest and the mean largest |h| of layer outputs.
     gate_mean, gate_below, gate_above: mean score, shares below 0.1 and above 0.9. gate_change: mean |score - score at
     the start|. gate_movement: |W - W_start| over the larger of |W_start| and the norm that random gates would have.
     gate_norm, base_norm: of the gates and of all other weights.
@@ -140,10 +141,11 @@ class Watch(TrainerCallback):
         model = self.trainer.model
         with FirstTokenAttention(model) as attention, Activations(model) as activations, GateScores(model) as gates:
             scores = self.scores()
-        states, gate = activations.result(), gates.result()
+        attended, states, gate = attention.result(), activations.result(), gates.result()
         changes = [(now - then).abs().mean().item() for now, then in zip(scores, self.start_scores, strict=True)]
         return {
-            "first_token_attention": attention.result().mean,
+            "first_token_attention": attended.mean,
+            **({} if attended.most_attended is None else {"most_attended": attended.most_attended}),
             "max_activation": states.max,
             "m_act": states.m_act,
             "gate_mean": gate.mean,

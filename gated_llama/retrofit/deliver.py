@@ -140,7 +140,10 @@ def _measures(source: nn.Module, gated: nn.Module, held_out: dict[str, torch.Ten
 
 @torch.no_grad()
 def sink_measures(model: nn.Module, rows: torch.Tensor, first: int | None) -> dict:
-    """First-token attention and the largest activations on rows of token ids, each after `first` if given."""
+    """
+    First-token attention, the most attended key and the largest activations on rows of token ids, each after `first`
+    if given.
+    """
     with FirstTokenAttention(model) as attention, Activations(model) as activations:
         for row in rows:
             ids = row if first is None else torch.cat([row.new_tensor([first]), row])
@@ -149,6 +152,8 @@ def sink_measures(model: nn.Module, rows: torch.Tensor, first: int | None) -> di
     return {
         "first_token_attention": attended.mean,
         "first_token_attention_per_layer": attended.per_layer,
+        "most_attended": attended.most_attended,
+        "most_attended_keys": attended.most_attended_keys,
         "max_activation": spikes.max,
         "max_activation_layer": spikes.max_layer,
         "max_activation_per_layer": spikes.per_layer,

@@ -230,13 +230,20 @@ def attention_output(batch: Batch, settings: Loss) -> torch.Tensor:
 def outlier(batch: Batch, settings: Loss) -> torch.Tensor:
     """
     sum_j relu(|u_j| - tau)^2 with u = x / rms(x), at inputs and outputs of the residual norms: mean over these sites
-    of the weighted mean over tokens, where a row's first token counts `first_token_weight` times.
+    of the weighted mean over tokens. In each row and at each site the token of the largest sum counts
+    `worst_token_weight` times, the first token `first_token_weight` times; the larger weight where they are one.
+
+    The worst token is the one to weigh: where only the first one is, the next one becomes the sink.
     """
-    sites = batch.student.norms + batch.student.down_proj
     weights = torch.ones(batch.ids.shape, device=batch.ids.device)
     weights[:, 0] = settings.first_token_weight
-    weights = weights / weights.sum()
-    return torch.stack([(_excess(states, settings.tau) * weights).sum() for states in sites]).mean()
+    values = []
+    for states in batch.student.norms + batch.student.down_proj:
+        excess = _excess(states, settings.tau)
+        worst = excess.detach().argmax(dim=1, keepdim=True)
+        weighed = weights.scatter(1, worst, weights.gather(1, worst).clamp(min=settings.worst_token_weight))
+        values.append((excess * weighed).sum() / weighed.sum())
+    return torch.stack(values).mean()
 
 
 def _excess(states: torch.Tensor, tau: float) -> torch.Tensor:

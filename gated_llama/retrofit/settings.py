@@ -113,10 +113,16 @@ class Divergence(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class Outlier(Loss):
-    """tau: threshold in units of the root mean square. down_proj: the inputs of down_proj as well."""
+    """
+    tau: threshold in units of the root mean square. down_proj: the inputs of down_proj as well.
+
+    worst_token_weight and first_token_weight: how many times the token with the most outliers and the first token of
+    a row count.
+    """
 
     tau: float = 4.0
-    first_token_weight: float = 256.0
+    worst_token_weight: float = 256.0
+    first_token_weight: float = 1.0
     down_proj: bool = False
 
 
@@ -271,7 +277,7 @@ def _check(settings: Settings) -> None:
             _at_least(f"gates.{name}", rate, 0)
     for name, loss in settings.losses.items():
         _at_least(f"losses.{name}.weight", loss.weight, 0)
-        for option in ("tau", "first_token_weight", "eps"):
+        for option in ("tau", "worst_token_weight", "first_token_weight", "eps"):
             if hasattr(loss, option):
                 _at_least(f"losses.{name}.{option}", getattr(loss, option), 0)
     if not any(loss.weight for loss in settings.losses.values()):
