@@ -18,6 +18,7 @@ from retrofit_runs import ALL_LOSSES, STORIES, prepare, run, settings, steps
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gated_llama.convert.tensor_files import read_json
 from gated_llama.retrofit import data, losses, targets
 from gated_llama.retrofit.settings import Data, Text
 from gated_llama.retrofit.trainer import frozen, parameter_groups
@@ -222,25 +223,67 @@ def test_a_signal_is_heard_twice(workshop):
     assert train(chosen).complete
 
 
-def test_two_ranks_equal_one(workshop):
-    """torchrun over gloo, with stages: rows, losses and weights of one process with twice the batch."""
-    folder, recipe = workshop
-    options = {"losses": ALL_LOSSES, "stages": STAGES, "first_key_dropout": 0.5}
-    sizes = recipe["training"] | {"optim": "sgd", "learning_rate": 0.1}
-    one = run(folder, recipe, "one", training=sizes | {"per_device_train_batch_size": 2}, **options)
-    chosen = folder / "ranks.json"
-    chosen.write_text(json.dumps([str(folder), recipe, options | {"training": sizes}]))
+def two_ranks(folder: Path, recipe: dict, changes: dict, *, sharded: bool = False, stop: int | None = None) -> dict:
+    """The record of a run by torchrun, two processes over gloo."""
+    job = {"folder": str(folder), "recipe": recipe, "changes": changes, "sharded": sharded, "stop": stop}
+    (folder / "job.json").write_text(json.dumps(job))
     script = Path(__file__).with_name("retrofit_ranks.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run([*launcher, script, chosen], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([*launcher, script, folder / "job.json"], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
-    record = json.loads((folder / "two" / "training.json").read_text())
+    return json.loads((folder / "two" / "training.json").read_text())
+
+
+def assert_equal_runs(folder: Path, record: dict, one):
+    """Losses and weights of two ranks, and of one process: sums in another order, in float32."""
+    assert record["complete"]
     assert record["world_size"] == 2
     log = [{k: v for k, v in entry.items() if k != "seconds"} for entry in record["log"] if "loss" in entry]
     for mine, theirs in zip(log, steps(one), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-    for name, value in weights(folder / "one").items():
-        torch.testing.assert_close(weights(folder / "two")[name], value, rtol=1e-3, atol=1e-5, msg=name)
+    mine, theirs = (weights(folder / name) for name in ("two", "one"))
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_two_ranks_equal_one(workshop):
+    """With stages: rows, losses and weights of one process with twice the batch."""
+    folder, recipe = workshop
+    options = {"losses": ALL_LOSSES, "stages": STAGES, "first_key_dropout": 0.5}
+    sizes = recipe["training"] | {"optim": "sgd", "learning_rate": 0.1}
+    one = run(folder, recipe, "one", training=sizes | {"per_device_train_batch_size": 2}, **options)
+    assert_equal_runs(folder, two_ranks(folder, recipe, options | {"training": sizes}), one)
+
+
+def test_sharded_ranks_equal_one(workshop):
+    """FSDP2, stopped and continued in the middle: the same losses and weights, and a folder like any other."""
+    folder, recipe = workshop[0] / "sharded", workshop[1]
+    folder.mkdir()
+    sizes = recipe["training"] | {"optim": "sgd", "learning_rate": 0.1}
+    one = run(folder, recipe, "one", training=sizes | {"per_device_train_batch_size": 2}, losses=ALL_LOSSES)
+    sharding = {"transformer_layer_cls_to_wrap": "GatedLlamaDecoderLayer", "state_dict_type": "SHARDED_STATE_DICT"}
+    sizes |= {"fsdp": True, "fsdp_config": sharding}
+    changes = {"losses": ALL_LOSSES, "training": sizes}
+    record = two_ranks(folder, recipe, changes, sharded=True, stop=3)
+    assert (record["complete"], record["steps"]) == (False, 4)  # the next step is under way when the signal comes
+    assert (folder / "two" / "checkpoint-4" / "pytorch_model_fsdp_0").is_dir()  # shards: it was no DDP
+    assert_equal_runs(folder, two_ranks(folder, recipe, changes, sharded=True), one)
+    names, configs = [], []
+    for name in ("one", "two"):
+        model = folder / name / "model"
+        names.append(sorted(path.name for path in model.iterdir()))
+        configs.append({k: v for k, v in read_json(model / "config.json").items() if k != "gate_retrofit"})
+    assert names[0] == names[1]
+    assert configs[0] == configs[1]
+
+
+def test_sharding_that_would_not_happen_is_refused(workshop):
+    folder, recipe = workshop[0] / "refused", workshop[1]
+    folder.mkdir()
+    with pytest.raises(AssertionError, match="accelerate shards over accelerators only"):
+        two_ranks(folder, recipe, {"training": recipe["training"] | {"fsdp": True}})
+    assert not (folder / "two").exists()
 
 
 # Parameters.

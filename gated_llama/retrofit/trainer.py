@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from accelerate import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -53,7 +54,7 @@ class RetrofitTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
     ):
         check_run(model, source, args, settings)
-        self.settings, self.files = settings, files
+        self.settings, self.files, self.model_class = settings, files, type(model)
         self.student_bos, self.source_bos = student_bos, source_bos
         self.groups = parameter_groups(model, settings)
         self.stage: Stage | None = None
@@ -186,10 +187,35 @@ class RetrofitTrainer(Trainer):
 
     # Files.
 
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Whole weights, also where checkpoints (an internal call) are sharded. All ranks take part."""
+        if self.is_fsdp_enabled and not _internal_call:
+            self._save(output_dir, self.accelerator.get_state_dict(self.model))
+        else:
+            super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir=None, state_dict=None):
-        super()._save(output_dir, state_dict)
+        output_dir = output_dir or self.args.output_dir
+        if self.is_fsdp_enabled and self.args.should_save:
+            self._save_gathered(output_dir, state_dict)
+        else:
+            super()._save(output_dir, state_dict)
         if self.args.should_save and self.files is not None:
-            copy_files(Path(self.files), Path(output_dir or self.args.output_dir))
+            copy_files(Path(self.files), Path(output_dir))
+
+    def _save_gathered(self, output_dir: str, state_dict: dict) -> None:
+        """
+        Whole weights, through a model without any.
+
+        FSDP gives the sharded model a class of torch's own, whose files would be saved as the model's code, and
+        gathers a tied weight once for each of its names.
+        """
+        sharded = self.accelerator.unwrap_model(self.model)
+        with torch.device("meta"):
+            plain = self.model_class(sharded.config)
+        plain.generation_config = sharded.generation_config
+        tied = plain.all_tied_weights_keys
+        plain.save_pretrained(output_dir, state_dict={k: v for k, v in state_dict.items() if k not in tied})
 
 
 class _Stages(TrainerCallback):
@@ -275,6 +301,8 @@ def check_run(model: nn.Module, source: nn.Module | None, args: TrainingArgument
     kinds = set().union(*(student_kinds(name, loss) for name, loss in settings.losses.items()))
     if args.n_gpu > 1:
         raise ValueError("Several GPUs in one process split batches past the losses: launch with torchrun.")
+    if args.fsdp and args.distributed_state.distributed_type == DistributedType.MULTI_CPU:
+        raise ValueError("training.fsdp: accelerate shards over accelerators only, not over CPU processes.")
     if kinds and args.torch_compile:
         raise ValueError(f"training.torch_compile runs past what {', '.join(settings.losses)} look at: leave it out.")
     reentrant = (args.activation_checkpointing_kwargs or {}).get("use_reentrant", False)
