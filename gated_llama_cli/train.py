@@ -84,11 +84,9 @@ def loss_line(log: dict) -> str:
 def show(report):
     steps = [entry for entry in report.log if "loss" in entry]
     watched = report.watched()
-    rows = [
-        ("trained", f"{report.steps:,} steps, {report.tokens:,} tokens, {report.seconds:,.0f} s"),
-        ("first step", loss_line(steps[0])),
-        ("last step", loss_line(steps[-1])),
-    ]
+    rows = [("trained", f"{report.steps:,} steps, {report.tokens:,} tokens, {report.seconds:,.0f} s")]
+    if steps:  # fewer steps than training.logging_steps leave none
+        rows += [("first logged", loss_line(steps[0])), ("last logged", loss_line(steps[-1]))]
     if watched:
         rows += [
             (title, f"{watched[0][f'watch_{name}']:.4g} -> {watched[-1][f'watch_{name}']:.4g}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import IDS, change_config, load, logits_of
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from gated_llama.convert import convert_checkpoint
@@ -490,10 +491,11 @@ def test_wrong_bases(convert, source, tiny_model, tmp_path):
     record = json.loads((folder / "config.json").read_text())["gate_retrofit"]
     change_config(refolded, gate_retrofit=record | {"fold": {}})
     assert_refused(adapter, load(refolded), r"start from .*'fold': \{'o_proj.weight': 2.0\}")
-    other = load(folder)
-    with torch.no_grad():
-        other.model.layers[2].self_attn.q_proj.weight.mul_(1.1)
-    assert_refused(adapter, other, "layers.2.self_attn.q_proj.weight holds other values")
+    for name in ("layers.2.self_attn.q_proj.weight", "layers.1.mlp.up_proj.weight", "embed_tokens.weight"):
+        other = load(folder)
+        with torch.no_grad():
+            other.model.get_parameter(name).mul_(1.1)
+        assert_refused(adapter, other, f"{name} holds other values")
     with pytest.raises(ValueError, match="type 'llama'"):
         adapter.merge(LlamaForCausalLM.from_pretrained(source))
 
@@ -522,6 +524,9 @@ def test_what_no_adapter_of_gates_can_hold(convert, source, tmp_path):
         GateAdapter.extract(goal, folder)
     with pytest.raises(ValueError, match="has moved"):
         GateAdapter.extract(goal, goal)
+    adapted = get_peft_model(load(folder), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        GateAdapter.extract(adapted, folder)
     with pytest.raises(ValueError, match="gate_granularity='headwise' where this model has 'elementwise'"):
         GateAdapter.extract(goal, convert("elementwise"))
     with pytest.raises(ValueError, match="type 'llama'"):
@@ -548,11 +553,21 @@ def test_damaged_folders(convert, tmp_path):
     for change, message in (
         ({"format_version": 2}, "format_version 2"),
         ({"tensors": ["model.norm.weight"]}, "not whole"),
+        ({"tensors": content["tensors"][1:]}, "not whole .*holds 3 tensors, .* names 2"),
+        ({"tensors": 5}, "not whole"),
+        ({"config": []}, "not whole .*config lacks gate_retrofit"),
+        ({"base": {}}, "not whole .*base lacks name, architecture"),
+        ({"base": "x"}, "not whole .*base lacks name"),
     ):
         record.write_text(json.dumps(content | change))
         with pytest.raises(ValueError, match=message):
             GateAdapter.load(output)
     record.write_text(json.dumps(content))
+    weights = load_file(output / "adapter_model.safetensors")
+    next(iter(weights.values()))[0, 0] = float("nan")
+    save_file(weights, output / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"not whole .*holds no numbers"):
+        GateAdapter.load(output)
     (output / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match="not whole"):
         GateAdapter.load(output)

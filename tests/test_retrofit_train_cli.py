@@ -92,6 +92,23 @@ MISTAKES = {
     "ungated model": ({"model": str(STORIES)}, "is of type 'llama' and has no gates: convert it first"),
     "first token": ({"source_bos": "<nothing>"}, "source_bos='<nothing>' is "),
     "dropout": ({"first_key_dropout": 2.0}, "first_key_dropout=2.0 must lie between 0 and 1."),
+    "gap": ({"losses": {"kl": {"stop": 2}}}, "No loss is on at step 2 of 6: change a start or a stop"),
+    "late start": ({"losses": {"kl": {"start": 0.5}}}, "No loss is on at step 0 of 6"),
+    "no rows": (
+        {"training": {"per_device_train_batch_size": 0}},
+        "training.per_device_train_batch_size=0 must be an integer of at least 1.",
+    ),
+    "no micro-batches": ({"training": {"gradient_accumulation_steps": -2}}, "gradient_accumulation_steps=-2 must be"),
+    "a word as number": ({"training": {"adam_epsilon": "x"}}, "training.adam_epsilon='x' must be a number."),
+    "reports": ({"training": {"report_to": "comet_ml"}}, "training.report_to: comet_ml is not installed, or unknown"),
+    "hub": ({"training": {"push_to_hub": True}}, "upload the folder `model` of the finished run"),
+    "seed": ({"seed": -1}, "seed=-1 must lie between 0 and 2**32 - 1."),
+    "no patterns": ({"gates": {"parameters": []}}, "gates.parameters is empty"),
+    "compiled": ({"training": {"torch_compile": True}, "losses": {"gate": 1.0}}, "training.torch_compile runs past"),
+    "targets in a folder": (
+        {"losses": {"kl": {"top_k": 5, "targets": str(STORIES)}}},
+        f"losses.kl.targets={STORIES} is a folder: name a file in it.",
+    ),
     "watched text": ({"measure": {"text": str(STORIES / "no.txt")}}, "no.txt does not exist."),
 }
 
@@ -106,6 +123,18 @@ def test_a_mistake_is_one_clear_line(name, workshop, capsys, tmp_path):
     assert message.count("Error: ") == 1
     assert code == 2
     assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.glob("*tokens*"))
+
+
+def test_a_run_without_a_logged_step(workshop, capsys, tmp_path):
+    """Also when it is asked for again; what it saves may be read with a cache, as before."""
+    _, recipe = workshop
+    training = recipe["training"] | {"logging_steps": 100, "max_steps": 2}
+    path = write(tmp_path, recipe, output=str(tmp_path / "run"), training=training)
+    for _ in range(2):
+        assert main(["train", str(path)]) == 0
+        assert "2 steps, 64 tokens" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["use_cache"] is True
 
 
 BAD_FILES = {
@@ -273,7 +302,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(workshop, tmp_path):
 def test_recipes_are_read():
     names = {path.stem for path in RECIPES.glob("*.yaml")}
     controls = {"control_next_token", "control_random", "control_open", "control_gates_only", "control_first_token"}
-    assert names == {"base", "polish", "polish_100k", "polish_1m", "polish_faster", "pressure", "staged"} | controls
+    assert names == {"base", "polish", "polish_100k", "polish_1m", "polish_half", "pressure", "staged"} | controls
     for name in names:
         chosen = read_settings(RECIPES / f"{name}.yaml")
         assert chosen.losses.keys() <= LOSS_SETTINGS.keys()

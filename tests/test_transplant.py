@@ -17,7 +17,7 @@ from gated_llama.retrofit.fidelity import fidelity
 from gated_llama.retrofit.fitting import GateProblem, Moments, fit_gates
 from gated_llama.retrofit.sink import measure_sink
 from gated_llama.retrofit.surgery import gated_copy, transplant_rows, undo_transplant
-from gated_llama.retrofit.walk import WalkOptions, first_token_weights, thinned
+from gated_llama.retrofit.walk import WalkOptions, attention_on, thinned
 from gated_llama_cli import main
 
 
@@ -53,7 +53,8 @@ def survivors(source, row):
     found = {}
 
     def listen(call):
-        found[call.layer] = (1 - first_token_weights(call))[:, :, 1:].transpose(1, 2)[..., None]
+        first = torch.arange(call.key.shape[2])[None] == 0
+        found[call.layer] = (1 - attention_on(call, first))[:, :, 1:].transpose(1, 2)[..., None]
 
     with listen_to_attention(attention_modules(source), listen):
         source(torch.cat([torch.tensor([FIRST]), row])[None], use_cache=False)

@@ -1,7 +1,6 @@
-"""What a gate adapter belongs to: the base it was taken from, known by its config, its gates and a few weights."""
+"""What a gate adapter belongs to: the base it was taken from, known by its config, its gates and some values."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +19,7 @@ IDLE_FIELDS = ("use_cache", "pad_token_id", "eos_token_id", "initializer_range",
 # The part of `gate_retrofit` that says where the gates start.
 START_FIELDS = ("policy", "fold", "bias")
 
-SAMPLES = 4  # values kept of each layer's q_proj
-SAMPLED = re.compile(r"\.self_attn\.q_proj\.weight$")
-
+SAMPLES = 4  # values kept of each tensor
 ROUNDING = 2**-8  # relative; the same value in bfloat16 on one side and in more bits on the other
 
 
@@ -117,7 +114,7 @@ def start_of(config: GatedLlamaConfig) -> dict[str, Any]:
 
 
 def sample_of(weights: Weights) -> dict[str, list[float]]:
-    return {name: values_of(weights.read(name)) for name in sorted(weights.shapes) if SAMPLED.search(name)}
+    return {name: values_of(weights.read(name)) for name in sorted(weights.shapes) if not GATE_TENSOR.search(name)}
 
 
 def values_of(tensor: torch.Tensor) -> list[float]:

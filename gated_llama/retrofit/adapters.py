@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +160,8 @@ class GateAdapter:
             ValueError: the base is not an identity retrofit, the two are different decoders, or matrices differ that
                 the adapter would lose.
         """
+        if hasattr(trained, "peft_config"):
+            raise ValueError("The trained model carries an adapter of PEFT: merge_and_unload() it first.")
         before, after = open_weights(base), open_weights(trained)
         check_start(before)
         check_fields(before.config, fields_of(after.config), f"{after.name} has")
@@ -245,8 +248,9 @@ class GateAdapter:
             weights = load_file(folder / WEIGHTS_FILE)
             tensors = {name: weights[_key(name)] for name in record["tensors"]}
             scales = {name: weights[_scale_key(name)] for name in record["column_scales"]}
+            _check_record(record, weights, tensors, scales)
             return cls(tensors, scales, record["config"], record["base"])
-        except (SafetensorError, KeyError, FileNotFoundError) as error:
+        except (SafetensorError, KeyError, TypeError, FileNotFoundError) as error:
             raise ValueError(f"The gate adapter in {folder} is not whole ({one_line(error)}): fetch it.") from error
 
     def merge(self, model: nn.Module, strength: float = 1.0) -> "MergedGates":
@@ -345,8 +349,22 @@ class MergedGates:
         return record | {"fold": {}} if self.adapter.column_scales else record
 
 
+def _check_record(record: dict, weights: dict, tensors: dict, scales: dict) -> None:
+    """KeyError or TypeError for a record that `save` did not write, or that belongs to other weights."""
+    needed = {"base": ("name", "architecture", "config", "start", "sample"), "config": ("gate_retrofit",)}
+    for name, keys in needed.items():
+        fields = record[name] if isinstance(record[name], dict) else {}
+        if absent := [key for key in keys if key not in fields]:
+            raise TypeError(f"{RECORD_FILE}: {name} lacks {', '.join(absent)}")
+    named = len(tensors) + len(scales)
+    if len(weights) != named:
+        raise TypeError(f"{WEIGHTS_FILE} holds {len(weights)} tensors, {RECORD_FILE} names {named}")
+    if broken := [name for name, tensor in weights.items() if not tensor.is_floating_point() or tensor.isnan().any()]:
+        raise TypeError(f"{broken[0]} holds no numbers")
+
+
 def _check_strength(value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"strength={value!r} is not a number from 0 (the base) to 1 (the trained gates).")
 
 

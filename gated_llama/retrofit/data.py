@@ -1,5 +1,6 @@
 """Texts to rows of token ids: tokenised once, as a stream, and mixed in given proportions."""
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -35,7 +36,7 @@ def read_documents(path: str | Path) -> Iterator[str]:
         raise ValueError(f"Text file {path} is neither .txt nor .jsonl (also .gz), with a field 'text' on each line.")
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
             yield from _pieces(file) if kind == ".txt" else _fields(file, path)
     except UnicodeDecodeError as error:
         raise ValueError(f"Text file {path} is not UTF-8 text ({error.reason}).") from error
@@ -84,6 +85,8 @@ def token_stream(
             unfinished.rename(target)
         finally:
             unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                cache.rmdir()  # if it is empty
     if not target.stat().st_size:
         raise ValueError(f"Text file {path} is empty: it gives no tokens.")
     return np.memmap(target, dtype=np.int32, mode="r")

@@ -8,8 +8,8 @@ from torch import nn
 
 class GateFit(NamedTuple):
     """
-    weight [heads, hidden] and bias [heads] of the logits. r2 [heads]: share of the variance of the survivors (1 - a_0)
-    that the scores explain. error: mean |sum_h g_h m_h - target|^2 over mean |target|^2, with the fitted scores.
+    weight [heads, hidden] and bias [heads] of the logits. r2 [heads]: share of the variance of the survivors that the
+    scores explain. error: mean |sum_h g_h m_h - target|^2 over mean |target|^2, with the fitted scores.
     """
 
     weight: torch.Tensor
@@ -24,7 +24,7 @@ class GateProblem(NamedTuple):
 
     It is |sum_h g_h m_h - target|^2 for what head h would write ungated, m_h [hidden]: gram [tokens, heads, heads]
     holds m_h . m_k, moment [tokens, heads] m_h . target, energy [tokens] |target|^2. inputs [tokens, hidden]: what the
-    gate sees. survivors [tokens, heads]: 1 - a_0 of the source.
+    gate sees. survivors [tokens, heads]: attention of the source that is not on a sink, 1 - a_0 where that is one.
     """
 
     inputs: torch.Tensor

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import logging
 
 from ..convert.tensor_files import one_line
@@ -57,6 +58,7 @@ TRAINING_FIXED = {
     "label_smoothing_factor": "it has no meaning for these losses",
     "use_liger_kernel": "it replaces the logits that the losses need",
     "auto_find_batch_size": "a run with another batch size would be another run",
+    "push_to_hub": "upload the folder `model` of the finished run",
 }
 
 
@@ -282,6 +284,10 @@ def _check(settings: Settings) -> None:
                 _at_least(f"losses.{name}.{option}", getattr(loss, option), 0)
     if not any(loss.weight for loss in settings.losses.values()):
         raise ValueError("Every weight in losses is 0: there is nothing to train for.")
+    if not 0 <= settings.seed < 2**32:
+        raise ValueError(f"seed={settings.seed} must lie between 0 and 2**32 - 1.")
+    if not settings.gates.parameters:
+        raise ValueError("gates.parameters is empty: leave it out for the gates' own weights, or name patterns.")
     if not 0 <= settings.first_key_dropout.probability <= 1:
         raise ValueError(f"first_key_dropout={settings.first_key_dropout.probability} must lie between 0 and 1.")
     kl = settings.losses.get("kl")
@@ -302,11 +308,17 @@ def _at_least(place: str, value: float, least: float, above: bool = False) -> No
 
 
 def _check_training(training: dict) -> None:
-    known = [f.name for f in dataclasses.fields(TrainingArguments) if f.init]
-    for name in training:
+    known = {f.name: f.default for f in dataclasses.fields(TrainingArguments) if f.init}
+    for name, value in training.items():
         check_name(name, known, f"training.{name}")
         if name in TRAINING_FIXED:
             raise ValueError(f"training.{name} is not set here: {TRAINING_FIXED[name]}.")
+        number = isinstance(known[name], int | float) and not isinstance(known[name], bool)
+        if number and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"training.{name}={value!r} must be a number.")
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if type(count := training.get(name, 1)) is not int or count < 1:
+            raise ValueError(f"training.{name}={count!r} must be an integer of at least 1.")
     for name in ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm"):
         value = training.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -330,6 +342,16 @@ def _check_moments(settings: Settings) -> None:
             raise ValueError(
                 f"{place}={moment} must be an integer, which counts steps, or a fraction of the run from 0.0 to 1.0."
             )
+
+    _check_gaps(settings)
+
+
+def _check_gaps(settings: Settings) -> None:
+    """Schedules change at their starts and stops: at the first of them where no loss is on, a step would have none."""
+    steps, losses = settings.steps, [loss for loss in settings.losses.values() if loss.weight]
+    for step in sorted({0, *(in_steps(loss.stop, steps) for loss in losses)}):
+        if step < steps and not any(loss.factor(step, steps) for loss in losses):
+            raise ValueError(f"No loss is on at step {step} of {steps}: change a start or a stop in losses.")
 
 
 def _check_stages(settings: Settings) -> None:
@@ -363,6 +385,9 @@ def training_arguments(settings: Settings) -> TrainingArguments:
     if fixed["use_cpu"] and settings.training.get("bf16") and torch.backends.cpu.get_cpu_capability() == "AVX2":
         logger.warning("This processor has no bfloat16 instructions: training.bf16 makes it slower, not faster.")
     try:
-        return TrainingArguments(**{**TRAINING_DEFAULTS, **fixed, **settings.training})
+        arguments = TrainingArguments(**{**TRAINING_DEFAULTS, **fixed, **settings.training})
     except (ValueError, TypeError, ImportError) as error:
         raise ValueError(f"training: {one_line(error)}") from error
+    if absent := set(arguments.report_to) - set(get_available_reporting_integrations()):
+        raise ValueError(f"training.report_to: {', '.join(sorted(absent))} is not installed, or unknown.")
+    return arguments

@@ -37,6 +37,8 @@ def stored_targets(
     if len(header) != HEADER:
         raise ValueError(f"source={source} is too long a name for {path}: use a shorter one.")
     record = np.dtype([("ids", "<i4", (rows.context, k)), ("log_probabilities", "<f4", (rows.context, k))])
+    if path.is_dir():
+        raise ValueError(f"losses.kl.targets={path} is a folder: name a file in it.")
     if not path.is_file():
         compute(path, header, record, rows, k, first, load, say)
     if header_of(path) != header or path.stat().st_size != HEADER + len(rows) * record.itemsize:

@@ -64,7 +64,9 @@ class RetrofitTrainer(Trainer):
                 parameters.requires_grad_(False)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in self.groups)  # DDP learns at the start which gradients will come
+        use_cache = model.config.use_cache
         super().__init__(model=model, args=args, train_dataset=rows, callbacks=callbacks)
+        model.config.use_cache = use_cache  # of the result; training asks for no cache at each call
         if len(settings.stages) > 1 and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("FSDP and DeepSpeed fix at the start what is trained: make each stage a run of its own.")
         self.loss_is_scaled_for_ga = True

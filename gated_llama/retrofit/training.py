@@ -21,10 +21,10 @@ from ..convert.checkpoint import building
 from ..convert.loading import Loadable
 from ..diagnostics.corpus import first_token
 from .callbacks import Clock, Interruption, Report, Watch
-from .data import Rows, mix_rows, same_tokens, token_stream
+from .data import Rows, mix_rows, read_documents, same_tokens, token_stream
 from .settings import Settings, training_arguments
 from .targets import stored_targets
-from .trainer import RetrofitTrainer, with_first
+from .trainer import RetrofitTrainer, check_run, parameter_groups, with_first
 
 
 MODEL, RECORD, RUN = "model", "training.json", "run.json"
@@ -117,6 +117,12 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
     tokenizer = loadable.load_tokenizer()
     student_bos = named("student_bos", tokenizer, settings.student_bos)
     source, source_bos = open_source(settings, tokenizer)
+    say("loading models")
+    student = loadable.load_model("float32")
+    check_run(student, source, arguments, settings)
+    parameter_groups(student, settings)
+    if settings.measure.text is not None:
+        next(read_documents(settings.measure.text), None)  # says so where there is no such file
     per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     cache = Path(settings.data.cache or Path(settings.output) / "tokens")
     rows = mix_rows(
@@ -133,9 +139,8 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
     if kl is not None and kl.targets is not None:
         rows.targets = kept_targets(settings, arguments, rows, source, source_bos, say)
         source = source if "attention_output" in settings.losses else None
-    say("loading models")
     trainer = RetrofitTrainer(
-        loadable.load_model("float32"),
+        student,
         arguments,
         settings=settings,
         rows=rows,
@@ -305,7 +310,9 @@ class Journal(TrainerCallback):
 def report(trainer: RetrofitTrainer, output: Path, *, complete: bool) -> TrainingReport:
     """What is known of the run; on the main process also written to training.json."""
     settings, state = trainer.settings, trainer.state
-    log = [{key: value for key, value in entry.items() if key != "epoch"} for entry in state.log_history]
+    # The library's summary of a run counts this session alone.
+    entries = (entry for entry in state.log_history if "train_runtime" not in entry)
+    log = [{key: value for key, value in entry.items() if key != "epoch"} for entry in entries]
     seconds = next((entry["seconds"] for entry in reversed(log) if "seconds" in entry), 0.0)
     tokens = state.global_step * trainer.tokens_per_step
     found = TrainingReport(output, complete, state.global_step, settings.steps, tokens, seconds, log)

@@ -116,15 +116,15 @@ class Walk:
         attention, survivors = self._tokens("attention", self.hidden), self._tokens("survivors", self.heads)
         middle, after = (self.scratch(name, *self.before.shape) for name in ("middle", "after"))
         largest = torch.zeros(3, self.rows, self.context)
-        seen = {}
+        sinks, seen = self._sinks(), {}
 
         def listen(call: AttentionCall):
-            seen["survivors"] = 1 - first_token_weights(call)
+            seen["survivors"] = 1 - attention_on(call, sinks[seen["part"]].to(self.device))
             seen["value"] = call.value[0, :, 0].clone()  # [kv heads, width]
 
         with listen_to_attention({index: layer.self_attn}, listen):
             for part in self._parts():
-                before = self.before[part].to(self.device)
+                before, seen["part"] = self.before[part].to(self.device), part
                 attended = layer.self_attn(layer.input_layernorm(before), self.source_rotary)[0]
                 between = before + attended
                 behind = between + layer.mlp(layer.post_attention_layernorm(between))
@@ -135,6 +135,17 @@ class Walk:
         self.value = seen["value"].float()
         limits = self.options.spike * largest.flatten(1).median(dim=1).values[:, None, None]
         return (largest <= limits).all(dim=0)
+
+    def _sinks(self) -> torch.Tensor:
+        """
+        [rows, context + 1] bool: the first token, and tokens whose states before the layer are massive like its own.
+
+        Queries attend to these as they do to the first token, for nothing; they will be ordinary tokens.
+        """
+        largest = torch.cat([self.before[part].abs().amax(-1) for part in self._parts()])
+        sinks = largest > self.options.spike * largest[:, 1:].median()
+        sinks[:, 0] = True
+        return sinks
 
     def _pose(self, index: int, used: torch.Tensor) -> tuple[torch.Tensor, GateProblem]:
         """Re-centres the values of the gated layer; what its gated heads must write, and the problem of its gates."""
@@ -272,10 +283,11 @@ def thinned(chosen: torch.Tensor, limit: int) -> torch.Tensor:
     return kept.view_as(chosen)
 
 
-def first_token_weights(call: AttentionCall) -> torch.Tensor:
-    """[batch, heads, seq] in float32: causal attention of every token on the first key of its row."""
+def attention_on(call: AttentionCall, chosen: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, seq] in float32: causal attention of every token on the chosen keys [batch, seq] of its row."""
     groups = call.query.shape[1] // call.key.shape[1]
     keys = call.key.float().repeat_interleave(groups, 1)
     scores = call.query.float() @ keys.transpose(-1, -2) * call.scaling
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return (scores[..., 0] - scores.masked_fill(hidden, -torch.inf).logsumexp(-1)).exp()
+    weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    return weights.mul_(chosen[:, None, None]).sum(-1).clamp_(max=1.0)
