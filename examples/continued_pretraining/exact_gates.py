@@ -1,5 +1,5 @@
 """
-What limits a transplant: its KL to the source with exact scores for the fitted gates: exact_gates.py WORK DATA OUT.json
+What limits a transplant: KL to the source with exact scores for fitted gates: exact_gates.py WORK DATA OUT.json
 
 WORK is what prepare.py made, DATA as for evaluate.py. On one held-out row of each domain the source's own attention
 gives the scores that its gated copy would need; the copy has re-centred values and no linear refit. Scores are
