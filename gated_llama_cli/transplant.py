@@ -92,7 +92,7 @@ def show(report, source: str, output: Path):
     quieted = ", ".join(f"{layer.layer}/{unit}" for layer in report.layers for unit in layer.quieted)
     rows = [
         ("heads with a transplanted sink", f"{sink.count} of {heads}; the others keep the score 1"),
-        ("median R2 of 1 - a_0", f"{sorted(fitted)[len(fitted) // 2]:.2f}" if fitted else "-"),
+        ("median R2 of the gates", f"{sorted(fitted)[len(fitted) // 2]:.2f}" if fitted else "-"),
         ("quieted units (layer/unit)", quieted or "none"),
         ("tokenizer", f"no longer begins with {sink.first_token}" if measures["first_token_dropped"] else "unchanged"),
     ]
