@@ -6,6 +6,7 @@ map.
 """
 
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import asdict, dataclass
 
@@ -80,7 +81,7 @@ class FirstTokenAttentionResult:
         return asdict(self) | {"sink_rate": {str(k): self.sink_rate(k) for k in keys} | {"any": self.sink_rate(None)}}
 
 
-class AttentionProbe(Probe):
+class AttentionProbe(Probe, ABC):
     """Base of probes that look at attention calls: `observe(call, layout, visibility)` for each counted one."""
 
     def __init__(self, model: nn.Module):
@@ -91,9 +92,9 @@ class AttentionProbe(Probe):
     def contexts(self):
         return (listen_to_attention(self.modules, self._on_call),)
 
+    @abstractmethod
     def observe(self, call: AttentionCall, layout: Layout, visibility: Visibility) -> None:
         """Called after each attention call of a counted forward pass."""
-        raise NotImplementedError
 
     def _begin(self, *hook):
         self._visibility.clear()
