@@ -70,6 +70,14 @@ MISTAKES = {
         {"training": {"lr_scheduler_type": "cosin"}},
         "training: cosin is not a valid SchedulerType, please select",
     ),
+    "scheduler options": (
+        {"training": {"lr_scheduler_kwargs": {"min_lr_rat": 0.1}}},
+        "training.lr_scheduler_kwargs={'min_lr_rat': 0.1} does not fit lr_scheduler_type=cosine: ",
+    ),
+    "scheduler option missing": (
+        {"training": {"lr_scheduler_type": "warmup_stable_decay"}},
+        "training.lr_scheduler_kwargs=None does not fit lr_scheduler_type=warmup_stable_decay: ",
+    ),
     "optimizer": ({"training": {"optim": "adam"}}, "training: adam is not a valid OptimizerNames, please select"),
     "part": ({"stages": [{"train": ["gate"]}]}, "stages[0].train: 'gate' is unknown: did you mean 'gates'?"),
     "stage key": ({"stages": [{"trian": ["gates"]}]}, "stages[0].trian is unknown: did you mean 'train'?"),

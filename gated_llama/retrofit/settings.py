@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import logging
 
@@ -390,4 +390,17 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         raise ValueError(f"training: {one_line(error)}") from error
     if absent := set(arguments.report_to) - set(get_available_reporting_integrations()):
         raise ValueError(f"training.report_to: {', '.join(sorted(absent))} is not installed, or unknown.")
+    _check_schedule(arguments)
     return arguments
+
+
+def _check_schedule(arguments: TrainingArguments) -> None:
+    """The library makes the learning rate's schedule after the models are loaded; this one is thrown away."""
+    name, options = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs
+    warmup, steps = arguments.get_warmup_steps(arguments.max_steps), arguments.max_steps
+    try:
+        get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, steps, options)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"training.lr_scheduler_kwargs={options} does not fit lr_scheduler_type={name.value}: {one_line(error)}"
+        ) from error
