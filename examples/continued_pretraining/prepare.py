@@ -2,6 +2,7 @@
 Models and texts for the recipes of this folder, in a folder of their own:
 
     prepare.py WORK --data DATA [--model MODEL.gguf]     SmolLM2-135M-Instruct, and texts of several domains
+    prepare.py WORK --data DATA --tokens 65536           a transplant calibrated on more, which polish_1m starts from
     prepare.py WORK --tiny                               a 260K-parameter model and a short story, in seconds
 
 DATA holds <domain>/train.jsonl (or .jsonl.gz) and literature_en/validation.jsonl, a field "text" on each line. What is
@@ -30,6 +31,7 @@ STORIES = HERE.parents[1] / "tests" / "data" / "stories260K"
 DOMAINS = ("literature_en", "law_en", "wiki_en", "math_en", "code_python", "literature_zh")
 # What the transplant is fitted on: so many documents of each, cut to so many characters.
 CALIBRATION, CHARACTERS = 40, 4000
+TRANSPLANTS = {32768: "transplanted", 65536: "transplanted_65k"}  # by calibration tokens
 FIRST_TOKEN = "<|endoftext|>"
 POLICIES = {"identity": {}, "normal": {"seed": 0}, "open": {"bias": 5.0}}
 
@@ -88,8 +90,8 @@ def convert(work: Path, source: Path, policies: dict) -> None:
             convert_checkpoint(source, folder, granularity="headwise", policy=policy, **options)
 
 
-def transplant(work: Path, source: Path, options: list[str]) -> None:
-    folder = work / "models" / "transplanted"
+def transplant(work: Path, source: Path, name: str, options: list[str]) -> None:
+    folder = work / "models" / name
     if not folder.is_dir():
         files = (["--calibration", str(path)] for path in sorted((work / "calibration").glob("*.jsonl")))
         command = [sys.executable, "-m", "gated_llama_cli", "convert", str(source), str(folder)]
@@ -111,6 +113,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--tokens", type=int, choices=TRANSPLANTS, default=min(TRANSPLANTS), help="of calibration text")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     (options.work / "models").mkdir(parents=True, exist_ok=True)
@@ -128,8 +131,12 @@ def main() -> None:
             source.symlink_to((options.model or Path(find_smollm2())).resolve())
         texts(options.work, options.data)
     convert(options.work, source, POLICIES)
-    tiny = ["--tokens", "600", "--context", "63"]
-    transplant(options.work, source, tiny if options.tiny else ["--bos", FIRST_TOKEN])
+    if options.tiny:
+        for name in TRANSPLANTS.values():
+            transplant(options.work, source, name, ["--tokens", "600", "--context", "63"])
+    else:
+        chosen = ["--tokens", str(options.tokens), "--bos", FIRST_TOKEN]
+        transplant(options.work, source, TRANSPLANTS[options.tokens], chosen)
     print(options.work)
 
 
