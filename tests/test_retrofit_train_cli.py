@@ -198,6 +198,8 @@ def test_numbers_moments_and_shorthands(workshop, tmp_path):
     assert chosen.training["max_steps"] == 6
     assert chosen.gates.multiplier == 50.0
     assert chosen.first_key_dropout.probability == 0.25
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(recipe | {"losses": {"kl": None, "next_token": 1.0}}))
+    assert read_settings(tmp_path / "alone.yaml").losses.keys() == {"next_token"}
     assert chosen.data.texts["prose"].share == 1.0
 
 
@@ -334,6 +336,7 @@ def test_recipes_run_on_the_tiny_model(recipe, tiny, monkeypatch):
     assert main(["train", f"{recipe}.yaml"]) == 0
     record = json.loads(Path("runs", recipe, "training.json").read_text())
     assert record["complete"]
+    assert record["settings"]["student_bos"] == ("none" if recipe.startswith("polish") else "<s>")
     trained = {group for group, size in record["parameters"].items() if size}
     assert ("frozen" in trained) == (recipe == "control_gates_only")
 

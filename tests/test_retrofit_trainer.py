@@ -135,8 +135,16 @@ def test_targets_of_the_source_are_kept_in_a_file(workshop, monkeypatch):
     with_states = run(folder, recipe, "stored-states", losses=kl | {"attention_output": 1.0}, student_bos="<s>")
     assert steps(with_states)[0]["loss_attention_output"] == pytest.approx(0, abs=1e-9)
     assert steps(with_states)[0]["loss_kl"] == pytest.approx(0, abs=1e-6)
-    for changes in ({"seed": 1}, {"losses": {"kl": kl["kl"] | {"top_k": 21}}}, {"source_bos": "none"}):
-        with pytest.raises(ValueError, match="was made for other rows, another source or another top_k"):
+    other = folder / "other.txt"
+    other.write_text(Path(next(iter(recipe["data"]["texts"].values()))).read_text().replace("the", "a"))
+    texts = dict.fromkeys(recipe["data"]["texts"], str(other))
+    for changes in (
+        {"seed": 1},
+        {"losses": {"kl": kl["kl"] | {"top_k": 21}}},
+        {"source_bos": "none"},
+        {"data": recipe["data"] | {"texts": texts}},
+    ):
+        with pytest.raises(ValueError, match="was made for other rows or texts, another source or another top_k"):
             build_trainer(settings(folder, recipe, **({"losses": kl} | changes)))
 
 

@@ -64,7 +64,8 @@ def survivors(source, row):
 @contextmanager
 def oracle(gated, scores, report):
     """Gates at the exact scores; a head that was left at the identity has its score's factor 2 in o_proj."""
-    fitted = {fit.layer: torch.tensor([r2 is not None for r2 in fit.r2]) for fit in report.layers}
+    fitted = {fit.layer: report.sink.transplantable(fit.layer) for fit in report.layers}
+    assert all(fit.heads == fitted[fit.layer].nonzero()[:, 0].tolist() for fit in report.layers)
     values = {layer: each.where(fitted[layer][:, None], each / 2) for layer, each in scores.items()}
     with gate_override(gated, values):
         yield

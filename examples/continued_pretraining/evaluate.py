@@ -4,10 +4,12 @@ What a retrofit did to a model, on held-out text: evaluate.py WORK DATA OUT.json
 DATA holds <domain>/validation.jsonl[.gz] and, for WikiText-2, wikitext/test.jsonl; WORK is what prepare.py made. MODEL
 is a folder, or "source". Results are kept in OUT.json, model by model; those that are there already stay.
 
-For each model: KL(source || model) and perplexity over the source's on each domain, the source reading <|endoftext|>
-first, the model too unless its record says that a transplant took that token away; first-token attention, the key that
-is attended to most, and the largest activations; the KL with all gates at 1; perplexities with a sliding window and
-with rounded numbers, against its own. Everything is in float32.
+For each model: KL(source || model) and perplexity over the source's on six rows of each domain, the source reading
+<|endoftext|> first, the model too unless its record says that a transplant took that token away; first-token
+attention, the key that is attended to most, and the largest activations, on three rows of literature and three of
+WikiText-2; on each domain's first row the KL as it is and with all gates reset to where they change nothing; against
+its own, perplexities with rounded numbers, on the same rows, and with a sliding window, on 4,096 tokens of literature.
+Everything is in float32.
 """
 
 import argparse
@@ -22,7 +24,6 @@ import transformers
 from transformers import AutoTokenizer
 
 from gated_llama import GatedLlamaForCausalLM, gate_override
-from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics import (
     FirstTokenAttention,
     measure_interventions,
@@ -39,7 +40,8 @@ CONTEXT, ROWS, STREAM = 511, 6, 4096
 
 
 def documents(folder: Path):
-    for name in ("validation.jsonl", "validation.jsonl.gz", "test.jsonl"):
+    split = "test" if folder.name == "wikitext" else "validation"
+    for name in (f"{split}.jsonl", f"{split}.jsonl.gz"):
         if (folder / name).exists():
             opener = gzip.open if name.endswith("gz") else open
             with opener(folder / name, "rt", encoding="utf-8") as file:
@@ -66,8 +68,25 @@ def load(work: Path, name: str) -> GatedLlamaForCausalLM:
     return GatedLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def reads_first(model) -> bool:
-    return (model.config.gate_retrofit or {}).get("policy") != "transplant"
+def first_of(model, first: int) -> int | None:
+    """The token that the model reads before each row: the source's, unless a transplant took it away."""
+    return None if (model.config.gate_retrofit or {}).get("policy") == "transplant" else first
+
+
+def neutral(model, name: str, work: Path) -> float | dict[int, torch.Tensor]:
+    """
+    Scores with which the gates change nothing. Conversions differ: at the identity it is 1/2, which o_proj makes up
+    for. So it is for the heads that a transplant left there; the others have 1.
+    """
+    policy = model.config.gate_retrofit["policy"]
+    if policy != "transplant":
+        return 0.5 if policy == "identity" else 1.0
+    start = Path(name)
+    if (start.parent / "training.json").exists():
+        start = work / json.loads((start.parent / "training.json").read_text())["settings"]["model"]
+    layers = json.loads((start / "transplant.json").read_text())["sink"]["heads"]
+    scores = ([[1.0 if head["obstacle"] is None else 0.5] for head in heads] for heads in layers)
+    return {index: torch.tensor(score) for index, score in enumerate(scores)}
 
 
 def with_first(rows: torch.Tensor, first: int | None) -> torch.Tensor:
@@ -82,6 +101,15 @@ def compare(model, source, texts: dict[str, torch.Tensor], first: int, own: int 
             f"  {domain}: KL {results[domain]['kl']:.4f}, perplexity ratio {results[domain]['perplexity_ratio']:.4f}"
         )
     return results
+
+
+def gates(model, source, texts: dict[str, torch.Tensor], first: int, scores) -> dict:
+    """KL and perplexity on each domain's first row with the gates as they are, and at `scores`."""
+    part, own = {domain: rows[:1] for domain, rows in texts.items()}, first_of(model, first)
+    kept = compare(model, source, part, first, own)
+    print("  gates reset")
+    with gate_override(model, scores):
+        return {"kept": kept, "reset": compare(model, source, part, first, own)}
 
 
 @torch.no_grad()
@@ -112,7 +140,7 @@ def most_attended(model: GatedLlamaForCausalLM, rows: torch.Tensor, own: int | N
 def evaluate(name: str, work: Path, texts: dict, stream: torch.Tensor, first: int) -> dict:
     start = time.perf_counter()
     source, model = load(work, "source"), load(work, name)
-    own = first if reads_first(model) else None
+    own = first_of(model, first)
     result = {"reads_first": own is not None, "domains": compare(model, source, texts, first, own)}
     if name == "source":
         print("  without its first token")
@@ -121,9 +149,7 @@ def evaluate(name: str, work: Path, texts: dict, stream: torch.Tensor, first: in
     result["sink"] = sink_measures(model, sample, own)
     result["most_attended"] = most_attended(model, sample, own)
     if model.config.gate_position is not None:
-        with gate_override(model, 1.0 if (model.config.gate_retrofit or {}).get("policy") == "transplant" else 0.5):
-            part = {domain: rows[:1] for domain, rows in texts.items()}
-            result["gates_reset"] = compare(model, source, part, first, own)
+        result["gates"] = gates(model, source, texts, first, neutral(model, name, work))
     result["robustness"] = robustness(model, texts, stream, own)
     return result | {"seconds": round(time.perf_counter() - start, 1)}
 
@@ -134,10 +160,7 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("models", nargs="+")
     options = parser.parse_args()
-    plain = options.work / "models" / "plain"
-    if not plain.is_dir():
-        convert_checkpoint(options.work / "models" / "source.gguf", plain, position=None)
-    tokenizer = AutoTokenizer.from_pretrained(plain)
+    tokenizer = AutoTokenizer.from_pretrained(options.work / "models" / "plain")
     first = tokenizer.convert_tokens_to_ids(FIRST)
     texts = {domain: rows_of(tokenizer, options.data / domain, ROWS, CONTEXT) for domain in DOMAINS}
     ids = itertools.chain.from_iterable(

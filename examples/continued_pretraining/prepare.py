@@ -23,6 +23,7 @@ import yaml
 
 from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics.corpus import read_texts
+from gated_llama.retrofit.reading import read_yaml
 from gated_llama_cli.demo import find_smollm2
 
 
@@ -33,7 +34,12 @@ DOMAINS = ("literature_en", "law_en", "wiki_en", "math_en", "code_python", "lite
 CALIBRATION, CHARACTERS = 40, 4000
 TRANSPLANTS = {32768: "transplanted", 65536: "transplanted_65k"}  # by calibration tokens
 FIRST_TOKEN = "<|endoftext|>"
-POLICIES = {"identity": {}, "normal": {"seed": 0}, "open": {"bias": 5.0}}
+MODELS = {
+    "plain": {"position": None},
+    "identity": {"granularity": "headwise", "policy": "identity"},
+    "normal": {"granularity": "headwise", "policy": "normal", "seed": 0},
+    "open": {"granularity": "headwise", "policy": "open", "bias": 5.0},
+}
 
 # What a recipe becomes on the tiny model, whose tokens and texts are other ones.
 TINY = {
@@ -83,11 +89,11 @@ def tiny_texts(work: Path) -> None:
     write(work / "calibration" / "story.jsonl", ["\n\n".join(paragraphs[7::8])])
 
 
-def convert(work: Path, source: Path, policies: dict) -> None:
-    for policy, options in policies.items():
-        folder = work / "models" / policy
+def convert(work: Path, source: Path) -> None:
+    for name, options in MODELS.items():
+        folder = work / "models" / name
         if not folder.is_dir():
-            convert_checkpoint(source, folder, granularity="headwise", policy=policy, **options)
+            convert_checkpoint(source, folder, **options)
 
 
 def transplant(work: Path, source: Path, name: str, options: list[str]) -> None:
@@ -102,8 +108,7 @@ def tiny_recipes(work: Path) -> None:
     """Beside the models, a recipe of the same name for each that extends it; run.sh prefers those."""
     for recipe in sorted(HERE.glob("*.yaml")):
         changes = {"extends": str(recipe.resolve()), **TINY}
-        content = yaml.safe_load(recipe.read_text())
-        if "student_bos" not in content or content["student_bos"] != "none":
+        if read_yaml(recipe)["student_bos"] != "none":
             changes["student_bos"] = "<s>"
         (work / recipe.name).write_text(yaml.safe_dump(changes, sort_keys=False))
 
@@ -130,7 +135,7 @@ def main() -> None:
         if not source.exists():
             source.symlink_to((options.model or Path(find_smollm2())).resolve())
         texts(options.work, options.data)
-    convert(options.work, source, POLICIES)
+    convert(options.work, source)
     if options.tiny:
         for name in TRANSPLANTS.values():
             transplant(options.work, source, name, ["--tokens", "600", "--context", "63"])

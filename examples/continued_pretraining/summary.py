@@ -15,17 +15,24 @@ def fidelity_table(models: dict) -> list[str]:
     domains = list(next(iter(models.values()))["domains"])
     lines = [f"| | {' | '.join(domains)} |", "|---|" + "--:|" * len(domains)]
     for name, result in models.items():
-        rows = {f"{name}: KL": ("kl", ".3f"), f"{name}: perplexity / source": ("perplexity_ratio", ".3f")}
-        measured = [("", result["domains"])] if name != "source" else []
-        if "without_first" in result:
-            measured = [(", without its first token", result["without_first"])]
-        if "gates_reset" in result:
-            measured.append((", gates reset", result["gates_reset"]))
-        for label, found in measured:
-            for row, (key, form) in rows.items():
-                if label != ", gates reset" or key == "kl":
-                    values = cells((found[domain][key] for domain in domains), form)
-                    lines.append(f"| {row.replace(':', label + ':')} | {' | '.join(values)} |")
+        label, found = name, result["domains"]
+        if "without_first" in result:  # the source itself
+            label, found = f"{name} without its first token", result["without_first"]
+        rows = {f"{label}: KL": ("kl", ".3f"), f"{label}: perplexity / source": ("perplexity_ratio", ".3f")}
+        for row, (key, form) in rows.items():
+            values = cells((found[domain][key] for domain in domains), form)
+            lines.append(f"| {row} | {' | '.join(values)} |")
+    return lines
+
+
+def gates_table(models: dict) -> list[str]:
+    """KL on one row of each domain, as it is / with the gates reset."""
+    gated = {name: result["gates"] for name, result in models.items() if "gates" in result}
+    domains = list(next(iter(gated.values()))["kept"])
+    lines = [f"| gates as they are / reset: KL | {' | '.join(domains)} |", "|---|" + "--:|" * len(domains)]
+    for name, found in gated.items():
+        pairs = (f"{found['kept'][domain]['kl']:.3f} / {found['reset'][domain]['kl']:.3g}" for domain in domains)
+        lines.append(f"| {name} | {' | '.join(pairs)} |")
     return lines
 
 
@@ -51,7 +58,7 @@ def sink_table(models: dict) -> list[str]:
 
 def main(results: Path, picture: Path | None, shown: list[str]) -> None:
     models = json.loads(results.read_text())["models"]
-    print("\n".join([*fidelity_table(models), "", *sink_table(models)]))
+    print("\n".join([*fidelity_table(models), "", *gates_table(models), "", *sink_table(models)]))
     if picture is not None:
         before_and_after({name: models[name]["sink"] for name in shown or models}).savefig(picture, dpi=130)
 

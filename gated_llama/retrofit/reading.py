@@ -31,8 +31,8 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict:
     """
     The keys and values of a file and of those that it extends (`extends: other.yaml`, beside it); its own win.
 
-    Sections are merged key by key, and a key that is set to null is taken out. Raises ValueError for a file that is
-    not there or no YAML, and for a circle.
+    Sections are merged key by key, and a key that is set to null is as if it were not there. Raises ValueError for a
+    file that is not there or no YAML, and for a circle.
     """
     if path.resolve() in seen:
         raise ValueError(f"{path} extends itself, through {', '.join(file.name for file in seen)}.")
@@ -46,7 +46,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict:
         raise ValueError(f"{path} must hold keys and values, such as `model: DIR`; it holds {type(raw).__name__}.")
     base = raw.pop("extends", None)
     if base is None:
-        return raw
+        return _merged({}, raw)
     if not isinstance(base, str):
         raise ValueError(f"{path}: extends must name one file, not {base!r}.")
     return _merged(read_yaml(path.parent / base, (*seen, path.resolve())), raw)
@@ -55,8 +55,8 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict:
 def _merged(base: dict, own: dict) -> dict:
     result = dict(base)
     for key, value in own.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = _merged(result[key], value) if both else value
+        below = result.get(key) if isinstance(result.get(key), dict) else {}
+        result[key] = _merged(below, value) if isinstance(value, dict) else value
     return {key: value for key, value in result.items() if value is not None}
 
 

@@ -221,8 +221,7 @@ def gated_copy(source: nn.Module, granularity: str) -> GatedLlamaForCausalLM:
 
 def _edits(fit: LayerFit, options: WalkOptions) -> list[dict]:
     layer = {"layer": fit.layer}
-    heads = [head for head, r2 in enumerate(fit.r2) if r2 is not None]
-    edits = [layer | {"edit": "values"}, layer | {"edit": "gates", "heads": heads}]
+    edits = [layer | {"edit": "values"}, layer | {"edit": "gates", "heads": fit.heads}]
     if fit.quieted:
         edits.append(layer | {"edit": "units", "units": fit.quieted})
     if options.ridge is not None:

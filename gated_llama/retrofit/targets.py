@@ -1,5 +1,6 @@
 """The source's most likely tokens for the rows of a run, computed once and kept in a file."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +30,12 @@ def stored_targets(
     One record per row: "ids" [context, k] int32 and "log_probabilities" [context, k] float32, in the order of `rows`.
 
     Computed in float32 by the model that `load` gives, with the token `first` before each row, unless the file is
-    there. An interrupted computation goes on where it ended. Raises ValueError for a file of other rows, another
-    source or another k.
+    there. An interrupted computation goes on where it ended. Raises ValueError for a file of other rows or texts,
+    another source or another k.
     """
-    identity = {"rows": rows.order, "count": len(rows), "context": rows.context, "k": k, "source": source}
-    header = json.dumps(identity | {"first": first}).encode().ljust(HEADER)
+    texts = hashlib.sha256(json.dumps(rows.digests).encode()).hexdigest()[:32]
+    identity = {"rows": rows.order, "texts": texts, "count": len(rows), "context": rows.context}
+    header = json.dumps(identity | {"k": k, "source": source, "first": first}).encode().ljust(HEADER)
     if len(header) != HEADER:
         raise ValueError(f"source={source} is too long a name for {path}: use a shorter one.")
     record = np.dtype([("ids", "<i4", (rows.context, k)), ("log_probabilities", "<f4", (rows.context, k))])
@@ -43,7 +45,7 @@ def stored_targets(
         compute(path, header, record, rows, k, first, load, say)
     if header_of(path) != header or path.stat().st_size != HEADER + len(rows) * record.itemsize:
         raise ValueError(
-            f"losses.kl.targets={path} was made for other rows, another source or another top_k: name another file, "
+            f"losses.kl.targets={path} was made for other rows or texts, another source or another top_k: name another file, "
             "or remove it to have it made again."
         )
     return np.memmap(path, dtype=record, mode="r", offset=HEADER, shape=(len(rows),))

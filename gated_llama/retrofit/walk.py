@@ -34,12 +34,16 @@ class WalkOptions:
 @dataclass(frozen=True)
 class LayerFit:
     """
-    One layer of a transplant. r2 [heads]: None where the head stays at the identity. attention_error, mlp_error: mean
-    squared distance from the target over its mean square, after the gates alone, and after the linear refit.
-    state_error: the same of the layer's output. left_out: tokens that the fits did not see.
+    One layer of a transplant. heads: those with a fitted gate; the others stay at the identity. r2, of every head: None
+    without a fitted gate, or where attention on sinks never varies.
+
+    gates_error: `GateProblem.error` with the fitted scores. attention_error, mlp_error: mean squared distance from what
+    the attention and the MLP were to write over its mean square, after the linear refit. state_error: the same of the
+    layer's output. left_out: tokens that the fits did not see. quieted: units of the MLP that are silenced.
     """
 
     layer: int
+    heads: list[int]
     r2: list[float | None]
     gates_error: float
     attention_error: float
@@ -92,6 +96,7 @@ class Walk:
         known = zip(gates.r2.tolist(), fitted.tolist(), strict=True)
         return LayerFit(
             layer=index,
+            heads=fitted.nonzero()[:, 0].tolist(),
             r2=[value if fits and value == value else None for value, fits in known],
             gates_error=gates.error,
             attention_error=attention_error,
