@@ -1,4 +1,4 @@
-"""`gated-llama convert`: a plain checkpoint becomes a gated one."""
+"""`gated-llama convert`: a checkpoint becomes a gated one."""
 
 import shlex
 from pathlib import Path
@@ -18,7 +18,7 @@ def register(app: typer.Typer):
 
 def convert(
     ctx: typer.Context,
-    source: Annotated[str, typer.Argument(help="Hub id, folder or .gguf file of a plain checkpoint.")],
+    source: Annotated[str, typer.Argument(help="Hub id, folder or .gguf file of a checkpoint.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new or empty.")],
     position: Annotated[
         Position, typer.Option(case_sensitive=False, help="What is gated (G1 is sdpa_output).")
@@ -55,7 +55,7 @@ def convert(
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
 ):
-    """Give a plain checkpoint a gate in its attention."""
+    """Give a checkpoint a gate in its attention, or take over the gate that it has."""
     hide_bars()
     options = {name: value for name, value in ctx.params.items() if name not in transplant.OPTIONS}
     options["layers"] = layer_list(layers)

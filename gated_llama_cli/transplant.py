@@ -91,7 +91,7 @@ def show(report, source: str, output: Path):
     fitted = [r2 for layer in report.layers for r2 in layer.r2 if r2 is not None]
     quieted = ", ".join(f"{layer.layer}/{unit}" for layer in report.layers for unit in layer.quieted)
     rows = [
-        ("heads with a transplanted sink", f"{sink.count} of {heads}; the others keep the score 1"),
+        ("heads with a transplanted sink", f"{sink.count} of {heads}; the others stay at the identity"),
         ("median R2 of the gates", f"{sorted(fitted)[len(fitted) // 2]:.2f}" if fitted else "-"),
         ("quieted units (layer/unit)", quieted or "none"),
         ("tokenizer", f"no longer begins with {sink.first_token}" if measures["first_token_dropped"] else "unchanged"),

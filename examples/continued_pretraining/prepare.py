@@ -118,7 +118,9 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--tokens", type=int, choices=TRANSPLANTS, default=min(TRANSPLANTS), help="of calibration text")
+    parser.add_argument(
+        "--tokens", type=int, choices=TRANSPLANTS, default=min(TRANSPLANTS), help="of calibration text"
+    )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     (options.work / "models").mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
 """
-Retrofits that work: transplanted sinks, training under pressure, gates as adapters.
+Retrofits: transplanted sinks, continued pretraining of gated models, gates as adapters.
 
-report = transplant_checkpoint("model", "out", ["text.jsonl"])     # the sink becomes gates, in closed form
+report = transplant_checkpoint("model", "out", ["text.jsonl"])     # the sink becomes gates, without training
 train(read_settings("polish.yaml"))                                # KL to the source, under pressure or without
 GateAdapter.extract(model, "base").save("adapter")                 # gates alone, to attach to the base again
 
-Names are imported when they are asked for: the trainer brings accelerate, adapters need peft.
+Names are imported when they are asked for: the trainer brings accelerate, `gate_adapter_config` needs peft.
 """
 
 from importlib import import_module

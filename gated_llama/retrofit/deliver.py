@@ -50,9 +50,9 @@ def transplant_checkpoint(
 
     Args:
         source, output, revision, max_shard_size: as in `convert_checkpoint`.
-        calibration: .txt or .jsonl files; each gives the same number of rows. Text of every kind that matters should
-            be among them: what they lack is matched worse.
-        tokens, context: calibration tokens in all, and in a row.
+        calibration: .txt or .jsonl files; each gives the same number of rows, or what it has. Text of every kind that
+            matters should be among them: what they lack is matched worse.
+        tokens, context: calibration tokens in all, at most, and in a row.
         bos: the first token on which the sink sits: "auto" (the tokenizer's) or a token.
         dtype: to write in; `None` keeps the source's. Fits are in float32.
 

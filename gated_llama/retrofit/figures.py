@@ -17,7 +17,7 @@ def before_and_after(measures: dict[str, dict]) -> "Figure":
     measures: name -> what `deliver.sink_measures` returned. Raises ValueError without matplotlib.
     """
     figure, (attention, activation) = new_figure(9, 3, 1, 2)
-    for (name, measured), style in zip(measures.items(), chain(STYLES, repeat({}))):
+    for (name, measured), style in zip(measures.items(), chain(STYLES, repeat({})), strict=False):
         options = {"label": name, "markersize": 3.5, "linewidth": 1.2, **style}
         attention.plot(measured["first_token_attention_per_layer"], **options)
         activation.plot(measured["max_activation_per_layer"], **options)

@@ -9,7 +9,7 @@ from torch import nn
 class GateFit(NamedTuple):
     """
     weight [heads, hidden] and bias [heads] of the logits. r2 [heads]: share of the variance of the survivors that the
-    scores explain. error: mean |sum_h g_h m_h - target|^2 over mean |target|^2, with the fitted scores.
+    scores explain. error: `GateProblem.error` with the fitted scores.
     """
 
     weight: torch.Tensor
@@ -23,8 +23,9 @@ class GateProblem(NamedTuple):
     Least squares in the scores g of one layer, a quadratic form per token: g' gram g - 2 moment' g + energy.
 
     It is |sum_h g_h m_h - target|^2 for what head h would write ungated, m_h [hidden]: gram [tokens, heads, heads]
-    holds m_h . m_k, moment [tokens, heads] m_h . target, energy [tokens] |target|^2. inputs [tokens, hidden]: what the
-    gate sees. survivors [tokens, heads]: attention of the source that is not on a sink, 1 - a_0 where that is one.
+    holds m_h . m_k, moment [tokens, heads] m_h . target, energy [tokens] |target|^2, in products that may weigh the
+    hidden dimensions. inputs [tokens, hidden]: what the gate sees. survivors [tokens, heads]: attention of the source
+    that is not on a sink; 1 - a_0 where the first token is the only one.
     """
 
     inputs: torch.Tensor
@@ -44,10 +45,11 @@ def fit_gates(
     problem: GateProblem, fitted: torch.Tensor, *, likeness: float = 0.02, decay: float = 1e-4, steps: int = 60
 ) -> GateFit:
     """
-    Scores sigmoid(x W + b) that minimise `problem.error` + likeness * cross-entropy(survivors, scores).
+    Scores sigmoid(x W + b) that minimise `problem.error` + likeness * cross-entropy(survivors, scores)
+    + decay * |W|^2 / heads, with W of the standardised inputs.
 
     fitted [heads] bool: the others keep the score 1. The cross-entropy ties the scores to what they stand for where
-    the output does not care; decay is on the weights of the standardised inputs. L-BFGS from the constant gate with
+    the output does not care. L-BFGS from the constant gate with
     the mean of the survivors: deterministic.
     """
     scale, centre = problem.inputs.std(0).clamp_min(1e-6), problem.inputs.mean(0)

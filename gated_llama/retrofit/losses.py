@@ -141,7 +141,11 @@ def next_token(batch: Batch, settings: Loss) -> torch.Tensor:
 
 
 def kl(batch: Batch, settings: Loss) -> torch.Tensor:
-    """KL(p_source || p_student) in nats per token, of the whole vocabulary or of its top k and the rest together."""
+    """
+    KL(p_source || p_student) in nats per token, of the whole vocabulary or of its top k and the rest together.
+
+    Where both models read a first token, what follows it counts too, but not with stored targets.
+    """
     tokens = batch.tokens if batch.targets is None else batch.targets[0].shape[1]
     student = batch.student.logits[:, -tokens:].flatten(0, 1)
     if batch.targets is not None:
@@ -295,7 +299,7 @@ def gate(batch: Batch, settings: Loss) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Term:
-    """value: the mean over a batch. student and source: what has to be recorded of each; "logits" always is."""
+    """value: the mean over a batch. student and source: what to record of each, beside the student's logits."""
 
     value: Callable[[Batch, Loss], torch.Tensor]
     student: tuple[str, ...] = ()

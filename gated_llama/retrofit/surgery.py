@@ -41,7 +41,7 @@ class TransplantReport:
     What was measured and done.
 
     sink: of the source, with its first token. layers: how well each layer could be matched. edits: what was changed,
-    in order; `undo_transplant` reads it. options: of the fits. calibration_tokens: real tokens.
+    in order; `undo_transplant` reads it. options: of the fits. calibration_tokens: without the first ones.
     """
 
     sink: SinkReport

@@ -45,8 +45,8 @@ def stored_targets(
         compute(path, header, record, rows, k, first, load, say)
     if header_of(path) != header or path.stat().st_size != HEADER + len(rows) * record.itemsize:
         raise ValueError(
-            f"losses.kl.targets={path} was made for other rows or texts, another source or another top_k: name another file, "
-            "or remove it to have it made again."
+            f"losses.kl.targets={path} was made for other rows or texts, another source or another top_k: name "
+            "another file, or remove it to have it made again."
         )
     return np.memmap(path, dtype=record, mode="r", offset=HEADER, shape=(len(rows),))
 

@@ -75,7 +75,8 @@ def train(
     progress(step, steps, latest log). say: called with what is being prepared. A signal (Ctrl-C) ends the run with a
     checkpoint; the same call then continues to the losses that an uninterrupted run has.
 
-    Raises ValueError for a mistake in the settings, before anything is written.
+    Raises ValueError for a mistake in the settings or texts, before anything but tokenised texts (and the file of
+    `losses.kl.targets`) is written.
     """
     if resume not in ("auto", "none"):
         raise ValueError(f"resume={resume!r} is unknown; choose auto or none.")

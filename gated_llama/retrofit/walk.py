@@ -19,7 +19,8 @@ class WalkOptions:
     share: how much of the error that earlier layers left the targets make good, 0 to 1. ridge: of the linear refits,
     relative to the mean second moment; `None` leaves o_proj and down_proj as they are. spike: tokens whose largest
     |state| in the source exceeds this many times the median token's are left out of the fits, or the model would learn
-    to rebuild the massive activations that it must lose. gate_tokens: how many tokens the gates are fitted on at most,
+    to rebuild the massive activations that it must lose. likeness: of the scores to the survivors, see `fit_gates`.
+    gate_tokens: how many tokens the gates are fitted on at most,
     evenly spread; the refits see all. batch: rows at a time.
     """
 
@@ -34,12 +35,12 @@ class WalkOptions:
 @dataclass(frozen=True)
 class LayerFit:
     """
-    One layer of a transplant. heads: those with a fitted gate; the others stay at the identity. r2, of every head: None
-    without a fitted gate, or where attention on sinks never varies.
+    One layer of a transplant. heads: those with a fitted gate; the others stay at the identity. r2, of every head:
+    None without a fitted gate, or where attention on sinks never varies.
 
-    gates_error: `GateProblem.error` with the fitted scores. attention_error, mlp_error: mean squared distance from what
-    the attention and the MLP were to write over its mean square, after the linear refit. state_error: the same of the
-    layer's output. left_out: tokens that the fits did not see. quieted: units of the MLP that are silenced.
+    gates_error: `GateProblem.error` with the fitted scores. attention_error, mlp_error: mean squared distance from
+    what the attention and the MLP were to write over its mean square, after the linear refit. state_error: the same of
+    the layer's output. left_out: tokens that the fits did not see. quieted: units of the MLP that are silenced.
     """
 
     layer: int
