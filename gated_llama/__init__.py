@@ -12,7 +12,7 @@ from .modeling_gated import (
     GatedLlamaModel,
     GatedLlamaPreTrainedModel,
 )
-from .override import gate_override
+from .override import gate_override, neutral_scores
 from .registration import register
 
 
@@ -29,4 +29,5 @@ __all__ = [
     "GatedLlamaModel",
     "GatedLlamaPreTrainedModel",
     "gate_override",
+    "neutral_scores",
 ]

@@ -21,7 +21,8 @@ def gate_override(
     Replaces the scores of a model's gates by `value` inside the context, whatever their logits and activation.
 
     A multiplicative gate then writes `y * value` and an additive one `y + value`, with y the gated tensor: 1.0 turns
-    multiplicative gates off, 0.0 additive ones. Scores recorded with `output_gate_scores=True` are the replaced ones.
+    multiplicative gates off, 0.0 additive ones; after a conversion, `neutral_scores` does. Scores recorded with
+    `output_gate_scores=True` are the replaced ones.
 
     Args:
         model: a gated_llama model, also one whose code comes from the Hub, or a wrapper around one (PEFT, DDP).
@@ -47,6 +48,26 @@ def gate_override(
     finally:
         for layer, activation in previous.items():
             gates[layer].activation = activation
+
+
+def neutral_scores(config: GatedLlamaConfig) -> float | dict[int, torch.Tensor]:
+    """
+    The scores with which gates change nothing, for `gate_override`: a number, or [heads, 1] by layer.
+
+    1 for multiplicative gates and 0 for additive ones. Where a conversion folded the inverse of a gate's first score
+    into a projection (`config.gate_retrofit`), it is that score: 1/2 at the identity with sigmoid, and for the heads
+    that a transplant left there.
+    """
+    if config.gate_operation == "add":
+        return 0.0
+    record = config.gate_retrofit or {}
+    neutral = 1 / next(iter((record.get("fold") or {}).values()), 1.0)
+    if not (left := record.get("identity_heads")):
+        return neutral
+    scores = {int(layer): torch.full((config.num_attention_heads, 1), neutral) for layer in left}
+    for layer, heads in left.items():
+        scores[int(layer)][heads] = 0.5
+    return {layer: scores.get(layer, torch.tensor(neutral)) for layer in range(config.num_hidden_layers)}
 
 
 def _gates_of(model: nn.Module) -> tuple[dict[int, nn.Module], GatedLlamaConfig]:

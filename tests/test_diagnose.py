@@ -108,7 +108,7 @@ def test_report_holds_the_documented_keys(report):
         assert names[0] == "unchanged"
         assert {"window 32, 0 first kept", "W8A8", "A4 per token"} <= set(names)
     assert content["gate_scores"]["granularity"] == "headwise"
-    assert {"gates = 1", "gates = mean"} <= {outcome["name"] for outcome in content["interventions"]}
+    assert {"gates reset", "gates = mean"} <= {outcome["name"] for outcome in content["interventions"]}
     assert content["against"]["gate_scores"] is None
     assert "no known gate" in content["against"]["left_out"]["gates"]
 

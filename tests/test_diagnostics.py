@@ -547,9 +547,9 @@ def test_gate_interventions_reset_scale_and_average(tiny_model, randomize_gates)
     scores = observe(GateScores(model), model, ids)
     interventions = gate_interventions(model, scores, factors=(0.0, 1.0, 2.0))
     outcomes = {o.name: o for o in measure_interventions(model, [ids], interventions)}
-    assert set(outcomes) == {"unchanged", "gates = 1", "gates = mean", "gates x 0", "gates x 1", "gates x 2"}
+    assert set(outcomes) == {"unchanged", "gates reset", "gates = mean", "gates x 0", "gates x 1", "gates x 2"}
     assert outcomes["gates x 1"].kl == 0.0
-    for name in ("gates = 1", "gates = mean", "gates x 0", "gates x 2"):
+    for name in ("gates reset", "gates = mean", "gates x 0", "gates x 2"):
         assert outcomes[name].kl > 1e-3
     with interventions["gates = mean"](), torch.no_grad():
         fixed = model.model(ids, output_gate_scores=True).gate_scores

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gated_llama import GatedLlamaForCausalLM, gate_override
+from gated_llama import GatedLlamaForCausalLM, gate_override, neutral_scores
 
 
 IDS = torch.tensor([[5, 17, 33, 2, 60, 41]])
@@ -145,3 +145,23 @@ def test_bad_values_are_refused(gated, value, words):
     with pytest.raises(ValueError, match=words), gate_override(model, value):
         pass
     assert torch.equal(model(IDS).logits, own)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, 1.0),
+        ({"gate_operation": "add", "gate_activation": "silu"}, 0.0),
+        ({"gate_retrofit": {"policy": "identity", "fold": {"v_proj.weight": 2.0, "v_proj.bias": 2.0}}}, 0.5),
+        ({"gate_retrofit": {"policy": "open", "bias": 4.0, "fold": {}}}, 1.0),
+    ],
+)
+def test_neutral_scores(tiny_model, overrides, expected):
+    assert neutral_scores(tiny_model(**overrides).config) == expected
+
+
+def test_neutral_scores_head_by_head(tiny_model):
+    record = {"policy": "transplant", "fold": {}, "identity_heads": {"1": [0, 3]}}
+    scores = neutral_scores(tiny_model(gate_retrofit=record).config)
+    assert scores[0].item() == 1.0
+    assert scores[1].flatten().tolist() == [0.5, 1.0, 1.0, 0.5]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from gated_llama import gate_override, retrofit
+from gated_llama import gate_override, neutral_scores, retrofit
 from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics.probes import attention_modules, listen_to_attention
 from gated_llama.retrofit.deliver import drop_first_token, transplant_checkpoint
 from gated_llama.retrofit.fidelity import fidelity
 from gated_llama.retrofit.fitting import GateProblem, Moments, fit_gates
-from gated_llama.retrofit.sink import measure_sink
+from gated_llama.retrofit.sink import SinkReport, measure_sink
 from gated_llama.retrofit.surgery import gated_copy, transplant_rows, undo_transplant
 from gated_llama.retrofit.walk import WalkOptions, attention_on, thinned
 from gated_llama_cli import main
@@ -91,6 +91,22 @@ def test_with_oracle_gates_it_is_the_source_forward_and_cached(source, rows):
     torch.testing.assert_close(torch.cat(cached, 1), expected, rtol=0, atol=2e-5 * scale)
     fitted = gated(row[None], use_cache=False).logits
     assert (fitted - expected).abs().max() > 1e-3 * scale, "the fitted gates are exact, so the oracle proves nothing"
+
+
+def test_with_its_gates_reset_it_is_the_source_without_its_first_token(source, rows, monkeypatch):
+    """Gates that change nothing leave attention to the other tokens, and v_0 cancels; also in a head without one."""
+    heads = source.config.num_attention_heads
+    monkeypatch.setattr(SinkReport, "transplantable", lambda self, layer: torch.arange(heads) != layer)
+    gated, report = transplant_rows(source, rows, FIRST, options=GATES_ONLY)
+    assert not any(fit.quieted for fit in report.layers)
+    assert gated.config.gate_retrofit["identity_heads"] == {str(fit.layer): [fit.layer] for fit in report.layers}
+    with torch.no_grad():
+        expected, own = (model(rows, use_cache=False).logits for model in (source, gated))
+        with gate_override(gated, neutral_scores(gated.config)):
+            reset = gated(rows, use_cache=False).logits
+    scale = expected.abs().max()
+    torch.testing.assert_close(reset, expected, rtol=0, atol=2e-5 * scale)
+    assert (own - expected).abs().max() > 1e-2 * scale
 
 
 def test_refits_bring_the_states_closer_than_the_gates_alone(source, rows):

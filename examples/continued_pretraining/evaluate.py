@@ -23,7 +23,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from gated_llama import GatedLlamaForCausalLM, gate_override
+from gated_llama import GatedLlamaForCausalLM, gate_override, neutral_scores
 from gated_llama.diagnostics import (
     FirstTokenAttention,
     measure_interventions,
@@ -73,22 +73,6 @@ def first_of(model, first: int) -> int | None:
     return None if (model.config.gate_retrofit or {}).get("policy") == "transplant" else first
 
 
-def neutral(model, name: str, work: Path) -> float | dict[int, torch.Tensor]:
-    """
-    Scores with which the gates change nothing. Conversions differ: at the identity it is 1/2, which o_proj makes up
-    for. So it is for the heads that a transplant left there; the others have 1.
-    """
-    policy = model.config.gate_retrofit["policy"]
-    if policy != "transplant":
-        return 0.5 if policy == "identity" else 1.0
-    start = Path(name)
-    if (start.parent / "training.json").exists():
-        start = work / json.loads((start.parent / "training.json").read_text())["settings"]["model"]
-    layers = json.loads((start / "transplant.json").read_text())["sink"]["heads"]
-    scores = ([[1.0 if head["obstacle"] is None else 0.5] for head in heads] for heads in layers)
-    return {index: torch.tensor(score) for index, score in enumerate(scores)}
-
-
 def with_first(rows: torch.Tensor, first: int | None) -> torch.Tensor:
     return rows if first is None else torch.cat([torch.full((len(rows), 1), first), rows], dim=1)
 
@@ -103,12 +87,12 @@ def compare(model, source, texts: dict[str, torch.Tensor], first: int, own: int 
     return results
 
 
-def gates(model, source, texts: dict[str, torch.Tensor], first: int, scores) -> dict:
-    """KL and perplexity on each domain's first row with the gates as they are, and at `scores`."""
+def gates(model, source, texts: dict[str, torch.Tensor], first: int) -> dict:
+    """KL and perplexity on each domain's first row with the gates as they are, and reset."""
     part, own = {domain: rows[:1] for domain, rows in texts.items()}, first_of(model, first)
     kept = compare(model, source, part, first, own)
     print("  gates reset")
-    with gate_override(model, scores):
+    with gate_override(model, neutral_scores(model.config)):
         return {"kept": kept, "reset": compare(model, source, part, first, own)}
 
 
@@ -149,7 +133,7 @@ def evaluate(name: str, work: Path, texts: dict, stream: torch.Tensor, first: in
     result["sink"] = sink_measures(model, sample, own)
     result["most_attended"] = most_attended(model, sample, own)
     if model.config.gate_position is not None:
-        result["gates"] = gates(model, source, texts, first, neutral(model, name, work))
+        result["gates"] = gates(model, source, texts, first)
     result["robustness"] = robustness(model, texts, stream, own)
     return result | {"seconds": round(time.perf_counter() - start, 1)}
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from ..override import gate_override
+from ..override import gate_override, neutral_scores
 from .gates import GateScoresResult, gate_modules
 from .metrics import as_inputs, token_kl, token_nll
 from .probes import decoder_layers, decoder_of, named_arguments
@@ -88,18 +88,17 @@ def gate_interventions(
     model: nn.Module, scores: GateScoresResult, factors: Sequence[float] = (0.5, 2.0)
 ) -> dict[str, Intervention]:
     """
-    Gates switched off (1, or 0 for additive ones), at their mean per layer and head (from `GateScores`), and
-    multiplied by constant factors.
+    Gates reset to where they change nothing (`neutral_scores`), at their mean per layer and head (from `GateScores`),
+    and multiplied by constant factors.
 
     A gate that carries something makes the first two costly. Raises ValueError for models that are not gated_llama,
     whose gates are fused into a forward and cannot be replaced.
     """
     if scores.model_type != "gated_llama":
         raise ValueError(f"Gates of a {scores.model_type!r} model are part of its forward and cannot be replaced.")
-    neutral = 1.0 if decoder_of(model).config.gate_operation == "multiply" else 0.0
     means = {layer: torch.tensor(heads)[:, None] for layer, heads in zip(scores.layers, scores.per_head, strict=True)}
     named: dict[str, Intervention] = {
-        f"gates = {neutral:g}": functools.partial(gate_override, model, neutral),
+        "gates reset": functools.partial(gate_override, model, neutral_scores(decoder_of(model).config)),
         "gates = mean": functools.partial(gate_override, model, means),
     }
     return named | {f"gates x {factor:g}": functools.partial(scaled_gates, model, factor) for factor in factors}

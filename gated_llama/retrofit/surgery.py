@@ -149,6 +149,9 @@ def transplant_rows(
             layers.append(fit)
             edits += _edits(fit, options)
     progress("matching layers", len(layers), len(layers))
+    every = range(source.config.num_attention_heads)
+    for fit in layers:
+        _leave_at_identity(gated, fit.layer, [head for head in every if head not in fit.heads])
     return gated, TransplantReport(sink, layers, edits, options, rows.numel(), rows.shape[1])
 
 
@@ -219,6 +222,14 @@ def gated_copy(source: nn.Module, granularity: str) -> GatedLlamaForCausalLM:
     return gated
 
 
+def _leave_at_identity(gated: nn.Module, layer: int, heads: list[int]) -> None:
+    """Records that these heads of a layer have the score 1/2 and a doubled output projection."""
+    if heads:
+        record = gated.config.gate_retrofit or {}
+        left = (record.get("identity_heads") or {}) | {str(layer): heads}
+        gated.config.gate_retrofit = record | {"identity_heads": left}
+
+
 def _edits(fit: LayerFit, options: WalkOptions) -> list[dict]:
     layer = {"layer": fit.layer}
     edits = [layer | {"edit": "values"}, layer | {"edit": "gates", "heads": fit.heads}]
@@ -257,6 +268,8 @@ def undo_transplant(gated: nn.Module, source: nn.Module, edits: Iterable[dict]) 
         layer = f"model.layers.{edit['layer']}."
         for name in EDITED[edit["edit"]]:
             _restore(gated, source, layer + name)
+        if edit["edit"] == "gates":
+            _leave_at_identity(gated, edit["layer"], list(range(gated.config.num_attention_heads)))
 
 
 def _restore(gated: nn.Module, source: nn.Module, name: str) -> None:
