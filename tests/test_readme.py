@@ -140,3 +140,16 @@ def test_forward_benchmark_prints_ratio_and_theory():
     for row in rows:
         assert 1 < row["theoretical_ratio"] < 1.1
         assert 0.5 < row["ratio"] < 2
+
+
+def test_recorded_retrofits_are_what_the_example_shows():
+    """The tables of examples/continued_pretraining are those that summary.py makes of the recorded results."""
+    folder = ROOT / "examples" / "continued_pretraining"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    shown = text.partition("<!-- tables: summary.py results/results.json -->")[2].partition("<!-- end of tables -->")[
+        0
+    ]
+    command = [sys.executable, folder / "summary.py", folder / "results" / "results.json"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == printed.strip()
+    assert printed.count("\n") > 30

@@ -2,65 +2,70 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from gated_llama.retrofit.figures import before_and_after
+WINDOWS = [f"window 256, {kept} first kept" for kept in (0, 4)]
+SINK = {  # by the titles of README.md
+    "first-token attention": lambda result: f"{result['sink']['first_token_attention']:.4f}",
+    "most attended key": lambda result: most_attended(result),
+    "largest activation, any layer": lambda result: f"{result['sink']['max_activation']:,.0f}",
+    "layer 20": lambda result: f"{result['sink']['max_activation_per_layer'][20]:,.0f}",
+    "window 256: no / 4 first tokens kept": lambda result: (
+        f"{ratio(result, WINDOWS[0]) / ratio(result, WINDOWS[1]):.3f}"
+    ),
+    "W8A8": lambda result: f"{ratio(result, 'W8A8'):.2f}",
+    "4-bit activations": lambda result: f"{ratio(result, 'A4 per token'):.0f}",
+}
 
 
-def cells(values, form: str) -> list[str]:
-    return [format(value, form) for value in values]
+def ratio(result: dict, intervention: str) -> float:
+    return result["robustness"][intervention]["perplexity_ratio"]
 
 
-def fidelity_table(models: dict) -> list[str]:
-    domains = list(next(iter(models.values()))["domains"])
-    lines = [f"| | {' | '.join(domains)} |", "|---|" + "--:|" * len(domains)]
+def most_attended(result: dict) -> str:
+    most = max(result["most_attended"], key=lambda found: found["share"])
+    return f"{most['share']:.3f}, key {most['key']}"
+
+
+def label(name: str) -> str:
+    """models/transplanted_65k -> transplanted 65k"""
+    return name.removeprefix("models/").removesuffix("/model").replace("_", " ")
+
+
+def table(title: str, rows: dict[str, dict], columns: dict[str, Callable[[dict], str]]) -> list[str]:
+    lines = [f"| {title} | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
+    return lines + [f"| {name} | {' | '.join(cell(row) for cell in columns.values())} |" for name, row in rows.items()]
+
+
+def domain_tables(models: dict) -> list[str]:
+    """KL to the source, perplexity over the source's, and the KL of one row as it is / with the gates reset."""
+    rows, gates = {}, {}
     for name, result in models.items():
-        label, found = name, result["domains"]
         if "without_first" in result:  # the source itself
-            label, found = f"{name} without its first token", result["without_first"]
-        rows = {f"{label}: KL": ("kl", ".3f"), f"{label}: perplexity / source": ("perplexity_ratio", ".3f")}
-        for row, (key, form) in rows.items():
-            values = cells((found[domain][key] for domain in domains), form)
-            lines.append(f"| {row} | {' | '.join(values)} |")
-    return lines
-
-
-def gates_table(models: dict) -> list[str]:
-    """KL on one row of each domain, as it is / with the gates reset."""
-    gated = {name: result["gates"] for name, result in models.items() if "gates" in result}
-    domains = list(next(iter(gated.values()))["kept"])
-    lines = [f"| gates as they are / reset: KL | {' | '.join(domains)} |", "|---|" + "--:|" * len(domains)]
-    for name, found in gated.items():
-        pairs = (f"{found['kept'][domain]['kl']:.3f} / {found['reset'][domain]['kl']:.3g}" for domain in domains)
-        lines.append(f"| {name} | {' | '.join(pairs)} |")
-    return lines
-
-
-def sink_table(models: dict) -> list[str]:
-    kept = [f"window 256, {kept} first kept" for kept in (0, 1, 4)]
-    lines = [
-        "| | F-Attn | most attended key | max, any layer | max, layer 20 | window: 0 kept / 4 kept | 1 kept / 4 kept |"
-        " W8A8 | A4 |",
-        "|---|" + "--:|" * 8,
-    ]
-    for name, result in models.items():
-        sink, robust = result["sink"], result["robustness"]
-        windows = [robust[key]["perplexity_ratio"] for key in kept]
-        most = max(result["most_attended"], key=lambda found: found["share"])
-        row = [f"{sink['first_token_attention']:.4f}", f"{most['share']:.3f}, key {most['key']}"]
-        row += [f"{sink['max_activation']:,.0f}"]
-        row += [f"{sink['max_activation_per_layer'][20]:,.0f}"]
-        row += cells((windows[0] / windows[2], windows[1] / windows[2]), ".3f")
-        row += [f"{robust[key]['perplexity_ratio']:.3g}" for key in ("W8A8", "A4 per token")]
-        lines.append(f"| {name} | {' | '.join(row)} |")
-    return lines
+            rows[f"{label(name)} without its first token"] = result["without_first"]
+        else:
+            rows[label(name)] = result["domains"]
+        if "gates" in result:
+            kept, reset = result["gates"]["kept"], result["gates"]["reset"]
+            gates[label(name)] = {domain: (kept[domain]["kl"], reset[domain]["kl"]) for domain in kept}
+    domains = list(next(iter(rows.values())))
+    lines = []
+    for title, key in (("KL to the source, nats per token", "kl"), ("perplexity / source", "perplexity_ratio")):
+        cells = {domain: lambda row, domain=domain, key=key: f"{row[domain][key]:.3f}" for domain in domains}
+        lines += [*table(title, rows, cells), ""]
+    pairs = {domain: lambda row, domain=domain: "{:.3f} / {:.2f}".format(*row[domain]) for domain in domains}
+    return [*lines, *table("KL with its gates / with them reset", gates, pairs), ""]
 
 
 def main(results: Path, picture: Path | None, shown: list[str]) -> None:
     models = json.loads(results.read_text())["models"]
-    print("\n".join([*fidelity_table(models), "", *gates_table(models), "", *sink_table(models)]))
+    sinks = table("", {label(name): result for name, result in models.items()}, SINK)
+    print("\n".join([*domain_tables(models), *sinks]))
     if picture is not None:
-        before_and_after({name: models[name]["sink"] for name in shown or models}).savefig(picture, dpi=130)
+        from gated_llama.retrofit.figures import before_and_after  # brings torch, which tables do not need
+
+        before_and_after({label(name): models[name]["sink"] for name in shown or models}).savefig(picture, dpi=130)
 
 
 if __name__ == "__main__":
