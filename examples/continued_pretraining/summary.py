@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+
 WINDOWS = [f"window 256, {kept} first kept" for kept in (0, 4)]
 SINK = {  # by the titles of README.md
     "first-token attention": lambda result: f"{result['sink']['first_token_attention']:.4f}",
