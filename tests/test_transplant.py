@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from gated_llama import gate_override, neutral_scores, retrofit
 from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics.probes import attention_modules, listen_to_attention
-from gated_llama.retrofit.deliver import drop_first_token, transplant_checkpoint
+from gated_llama.retrofit.deliver import transplant_checkpoint
 from gated_llama.retrofit.fidelity import fidelity
+from gated_llama.retrofit.first_token import drop_first_token
 from gated_llama.retrofit.fitting import GateProblem, Moments, fit_gates
 from gated_llama.retrofit.sink import SinkReport, measure_sink
 from gated_llama.retrofit.surgery import gated_copy, transplant_rows, undo_transplant
@@ -24,8 +25,13 @@ from gated_llama_cli import main
 STORIES = Path(__file__).parent / "data" / "stories260K"
 TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. " * 40
 FIRST = 1
-# Families by what they have: Llama nothing, Qwen2 biases, Qwen3 QK-norm.
-FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+# Families by what they have: Llama nothing, Qwen2 biases, Qwen3 QK-norm; Llama's attention_bias and mlp_bias.
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+}
 GATES_ONLY = WalkOptions(ridge=None)
 
 
@@ -123,6 +129,55 @@ def test_refits_bring_the_states_closer_than_the_gates_alone(source, rows):
     assert errors["refit"] < errors["gates"]
     # On random weights and 960 tokens the refits' gain is within their own noise; both are far from doing nothing.
     assert max(errors["KL refit"], errors["KL gates"]) < errors["KL none"] / 2
+
+
+def outputs_of(modules, call) -> list[torch.Tensor]:
+    """What the modules give in one call."""
+    kept = []
+    hooks = [
+        m.register_forward_hook(lambda m, a, o: kept.append(o[0] if isinstance(o, tuple) else o)) for m in modules
+    ]
+    with torch.no_grad():
+        call()
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+def test_what_is_reported_is_what_the_model_does(source):
+    """The walk keeps its own states: they are the gated model's, biases of all projections included."""
+    many = torch.randint(3, source.config.vocab_size, (40, 24), generator=torch.Generator().manual_seed(2))
+    gated, report = transplant_rows(source, many, FIRST)
+    assert not any(fit.left_out for fit in report.layers)
+    first, with_first = torch.full((40, 1), FIRST), [model.model.layers for model in (source, gated)]
+    for index, fit in enumerate(report.layers):
+        wanted, found = (
+            outputs_of([layers[index]], lambda model=model, ids=ids: model(ids, use_cache=False))[0]
+            for layers, model, ids in zip(
+                with_first, (source, gated), (torch.cat([first, many], 1), many), strict=True
+            )
+        )
+        wanted = wanted[:, 1:]
+        error = (wanted - found).square().sum() / wanted.square().sum()
+        assert error.item() == pytest.approx(fit.state_error, rel=1e-3)
+
+
+def test_the_mean_of_what_attention_writes_is_the_source_s(source):
+    """The refit has a constant of its own, and counts each bias once."""
+    many = torch.randint(3, source.config.vocab_size, (40, 24), generator=torch.Generator().manual_seed(2))
+    gated, _ = transplant_rows(source, many, FIRST)
+    with_first = torch.cat([torch.full((40, 1), FIRST), many], 1)
+    wanted = outputs_of([source.model.layers[0].self_attn], lambda: source(with_first, use_cache=False))[0][:, 1:]
+    found = outputs_of([gated.model.layers[0].self_attn], lambda: gated(many, use_cache=False))[0]
+    assert (wanted - found).mean(dim=(0, 1)).norm() < 0.05 * wanted.std()
+
+
+def test_a_model_with_another_attention_is_fitted_the_same(source, rows):
+    expected = transplant_rows(source, rows, FIRST)[0].state_dict()
+    source.set_attn_implementation("eager")
+    found = transplant_rows(source, rows, FIRST)[0].state_dict()
+    assert source.config._attn_implementation == "eager"
+    assert all(torch.equal(expected[name], value) for name, value in found.items())
 
 
 def test_it_is_deterministic_and_leaves_the_source_alone(source, rows):
@@ -344,6 +399,55 @@ def test_float16_is_written_and_a_literal_first_token_leaves_the_chat_template(s
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "Once upon"}], return_dict=False)
     assert ids == tokenizer.encode("Once upon")
     assert 1 not in ids
+
+
+TURNS = [{"role": role, "content": text} for role, text in (("user", "Once"), ("assistant", "upon"), ("user", "a"))]
+# As the templates of Llama 3 and Llama 2 compute with the token.
+CHATS = {
+    "in an expression": (
+        "{% for m in messages %}{% set content = '[' + m['role'] + ']' + m['content'] %}"
+        "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}",
+        "[user]Once[assistant]upon[user]a",
+    ),
+    "in each turn": (
+        "{% for m in messages %}{{ bos_token + '[' + m['content'] + ']' }}{% endfor %}",
+        "[Once][upon][a]",
+    ),
+    "literal in an expression": ("{{ '<s>' }}{% for m in messages %}{{ m['content'] }}.{% endfor %}", "Once.upon.a."),
+    "not at all": ("{% for m in messages %}{{ m['content'] }}.{% endfor %}", "Once.upon.a."),
+}
+
+
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("kind", [None, "LlamaTokenizer"])
+def test_chats_go_on_without_the_first_token(chat, inline, kind, tmp_path):
+    template, expected = CHATS[chat]
+    shutil.copytree(STORIES, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | ({"chat_template": template} if inline else {})
+    path.write_text(json.dumps(settings | ({"tokenizer_class": kind} if kind else {})))
+    if not inline:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    assert AutoTokenizer.from_pretrained(tmp_path).bos_token_id == 1
+    assert drop_first_token(tmp_path, 1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.apply_chat_template(TURNS, tokenize=False) == expected
+    assert tokenizer.bos_token is None
+    assert 1 not in tokenizer("Once upon")["input_ids"]
+
+
+def test_a_first_token_that_marks_roles_is_told_before_the_fits(story, tmp_path):
+    shutil.copytree(STORIES, tmp_path / "source")
+    template = "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>' }}{% endfor %}"
+    (tmp_path / "source" / "chat_template.jinja").write_text(template)
+
+    def fail(what, done, total):
+        pytest.fail(f"{what} has begun")
+
+    with pytest.raises(ValueError, match="begins every conversation with '<s>', which marks the roles in it"):
+        transplant_checkpoint(tmp_path / "source", tmp_path / "out", [story], tokens=600, context=60, progress=fail)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupted_transplant_leaves_nothing(story, tmp_path):

@@ -1,6 +1,7 @@
 """Checkpoints as models: what `from_pretrained` makes of a Hub id, a folder or a GGUF file, with nothing invented."""
 
 import re
+import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from .imports import PAPER_FLAGS
 from .opening import Checkpoint, open_checkpoint
 from .tensor_files import one_line
-from .tokenizer import VOCABULARIES
+from .tokenizer import VOCABULARIES, carry_files, load_tokenizer
 
 
 # What other code calls its gates, inside an attention module.
@@ -73,6 +74,12 @@ class Loadable:
             return AutoTokenizer.from_pretrained(**self.arguments)
         except Exception as error:  # a damaged file surfaces as almost any type
             raise ValueError(f"The tokenizer of {self} cannot be loaded: {one_line(error)}") from error
+
+    def carried_tokenizer(self) -> PreTrainedTokenizerBase:
+        """As a conversion delivers it: what tokenizer.json says, where AutoTokenizer's class says otherwise."""
+        with tempfile.TemporaryDirectory() as folder:
+            carry_files(self.checkpoint, Path(folder))
+            return load_tokenizer(Path(folder))
 
     def raw_tokenizer(self) -> Tokenizer | None:
         """tokenizer.json as it is written, without what a tokenizer class of the library makes of it."""

@@ -345,8 +345,10 @@ class MergedGates:
 
     def _partial_record(self, strength: float) -> dict[str, Any]:
         record = {**(self.adapter.config["gate_retrofit"] or {}), "strength": float(strength)}
-        # Columns on the way from one fold to another have none that could be undone.
-        return record | {"fold": {}} if self.adapter.column_scales else record
+        if self.adapter.column_scales:  # on the way from one fold to another there is none that could be undone
+            record.pop("identity_heads", None)
+            record["fold"] = {}
+        return record
 
 
 def _check_record(record: dict, weights: dict, tensors: dict, scales: dict) -> None:

@@ -54,9 +54,13 @@ def _fields(file, path: Path) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            yield json.loads(line)["text"] + ""
+            text = json.loads(line)["text"] + ""
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"Line {number} of {path} holds half a surrogate pair, which is no text.") from error
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"Line {number} of {path} is not a JSON object with a string 'text'.") from error
+        yield text
 
 
 def token_stream(
@@ -107,6 +111,9 @@ def _encode(tokenizer, documents: Iterator[str], separator: str, name: str, prog
 def _digest(tokenizer, path: Path, separator: str) -> str:
     digest = hashlib.sha256(separator.encode())
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # as encoding leaves it: padding and truncation are no rules of the text
+        backend.no_padding()
+        backend.no_truncation()
     rules = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     digest.update(rules.encode())
     with open(path, "rb") as file:

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 
 from ..convert import convert_checkpoint
 from ..convert.loading import Loadable
 from ..convert.output_folder import building, check_output
 from ..convert.tensor_files import read_json
-from ..convert.tokenizer import GENERATION_CONFIG, TOKENIZER_CONFIG
+from ..convert.tokenizer import GENERATION_CONFIG, carry_files, load_tokenizer
 from ..diagnostics import Activations, FirstTokenAttention
 from ..diagnostics.corpus import read_texts
 from ..hub import model_card
 from ..modeling_gated import GatedLlamaForCausalLM
 from .calibration import calibration_rows, sink_token
 from .fidelity import Fidelity, fidelity
+from .first_token import drop_first_token
 from .surgery import Progress, TransplantReport, transplant_rows
 from .walk import WalkOptions
 
@@ -65,11 +65,15 @@ def transplant_checkpoint(
     loadable = Loadable.open(source, revision)
     if not loadable.has_tokenizer:
         raise ValueError(f"{source} has no tokenizer, so no calibration text can be given to it.")
-    tokenizer = loadable.load_tokenizer()
-    first = sink_token(tokenizer, bos)
-    first_token = tokenizer.convert_ids_to_tokens(first)
-    rows, held_out = _rows(tokenizer, calibration, tokens, context)
     with tempfile.TemporaryDirectory() as scratch:
+        files = Path(scratch) / "tokenizer"
+        files.mkdir()
+        carry_files(loadable.checkpoint, files)
+        tokenizer = load_tokenizer(files)
+        first = sink_token(tokenizer, bos)
+        first_token = tokenizer.convert_ids_to_tokens(first)
+        rows, held_out = _rows(tokenizer, calibration, tokens, context)
+        drop_first_token(files, first)  # where that is impossible, it is told before the fits
         plain = Path(scratch) / "plain"
         converted = convert_checkpoint(source, plain, position=None, dtype="float32", revision=revision)
         model = GatedLlamaForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
@@ -79,9 +83,10 @@ def transplant_checkpoint(
         progress("measuring the result", 0, 1)
         report.measures.update(_measures(model, gated, held_out, first))
         progress("measuring the result", 1, 1)
-        gated = gated.to(getattr(torch, dtype or loadable.stored_dtype))
+        written = dtype or loadable.stored_dtype
+        gated = gated.to(getattr(torch, written))
         if broken := [name for name, tensor in gated.state_dict().items() if not tensor.isfinite().all()]:
-            raise ValueError(f"{broken[0]!r} passes the largest {dtype}: write bfloat16 or float32.")
+            raise ValueError(f"{broken[0]!r} passes the largest {written}: write bfloat16 or float32.")
         with building(output, sum(tensor.nbytes for tensor in gated.state_dict().values())) as folder:
             dropped = _write(gated, plain, folder, first, max_shard_size)
             card = model_card(
@@ -178,50 +183,3 @@ def _write(gated: nn.Module, plain: Path, folder: Path, first: int, max_shard_si
             del settings["bos_token_id"]
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return dropped
-
-
-def drop_first_token(folder: Path, first: int) -> bool:
-    """
-    Stops the tokenizer in `folder` from beginning texts with the token `first`; True if it was its BOS token.
-
-    Raises ValueError when it cannot be stopped: the model without a sink must not be given the token.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if tokenizer.bos_token_id != first:
-        if first in tokenizer("a")["input_ids"]:
-            raise ValueError(f"The tokenizer puts the token {first} around every text, but it is not its BOS token.")
-        return False
-    wanted = [i for i in tokenizer("a b")["input_ids"] if i != first]
-    path, settings_path = folder / "tokenizer.json", folder / TOKENIZER_CONFIG
-    if path.exists():
-        content = read_json(path)
-        _without_special(content.get("post_processor"), tokenizer.bos_token)
-        path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    settings = read_json(settings_path) if settings_path.exists() else {}
-    settings.pop("bos_token", None)
-    settings_path.write_text(json.dumps(settings | {"add_bos_token": False}, indent=2, ensure_ascii=False) + "\n")
-    for template in (folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")):
-        if template.exists():  # {{ bos_token }} is empty from now on; a literal one is taken out
-            text = template.read_text(encoding="utf-8").replace(tokenizer.bos_token, "")
-            template.write_text(text, encoding="utf-8")
-    special = folder / "special_tokens_map.json"
-    if special.exists():
-        content = read_json(special)
-        content.pop("bos_token", None)
-        special.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if AutoTokenizer.from_pretrained(folder)("a b")["input_ids"] != wanted:
-        raise ValueError(f"The tokenizer of {folder.name} keeps putting {tokenizer.bos_token!r} before every text.")
-    return True
-
-
-def _without_special(processor: dict | None, token: str) -> None:
-    """Takes `token` out of the templates of a post-processor of tokenizer.json, nested ones included."""
-    if not processor:
-        return
-    for inner in processor.get("processors", ()):
-        _without_special(inner, token)
-    for template in ("single", "pair"):
-        if isinstance(processor.get(template), list):
-            processor[template] = [
-                piece for piece in processor[template] if piece.get("SpecialToken", {}).get("id") != token
-            ]

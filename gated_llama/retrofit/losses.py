@@ -234,7 +234,7 @@ def attention_output(batch: Batch, settings: Loss) -> torch.Tensor:
 def outlier(batch: Batch, settings: Loss) -> torch.Tensor:
     """
     sum_j relu(|u_j| - tau)^2 with u = x / rms(x), at inputs and outputs of the residual norms: mean over these sites
-    of the weighted mean over tokens. In each row and at each site the token of the largest sum counts
+    and over rows of the weighted mean over tokens. In each row and at each site the token of the largest sum counts
     `worst_token_weight` times, the first token `first_token_weight` times; the larger weight where they are one.
 
     The worst token is the one to weigh: where only the first one is, the next one becomes the sink.
@@ -246,7 +246,7 @@ def outlier(batch: Batch, settings: Loss) -> torch.Tensor:
         excess = _excess(states, settings.tau)
         worst = excess.detach().argmax(dim=1, keepdim=True)
         weighed = weights.scatter(1, worst, weights.gather(1, worst).clamp(min=settings.worst_token_weight))
-        values.append((excess * weighed).sum() / weighed.sum())
+        values.append(((excess * weighed).sum(dim=1) / weighed.sum(dim=1)).mean())
     return torch.stack(values).mean()
 
 

@@ -16,7 +16,8 @@ class _Loader(yaml.SafeLoader):
     """YAML as one expects it: `1e-4` is a number, and a key given twice is an error."""
 
     def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        merge = "tag:yaml.org,2002:merge"  # `<<: *defaults`, whose keys may be given again
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
         if repeated := sorted({str(key) for key in keys if keys.count(key) > 1}):
             raise ValueError(f"line {node.start_mark.line + 1}: {', '.join(repeated)} is given twice")
         return super().construct_mapping(node, deep)

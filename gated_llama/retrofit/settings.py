@@ -58,6 +58,8 @@ TRAINING_FIXED = {
     "label_smoothing_factor": "it has no meaning for these losses",
     "use_liger_kernel": "it replaces the logits that the losses need",
     "auto_find_batch_size": "a run with another batch size would be another run",
+    "save_only_model": "a run that is stopped could not be continued",
+    "ignore_data_skip": "a run that is continued would read the same rows again",
     "push_to_hub": "upload the folder `model` of the finished run",
 }
 
@@ -250,15 +252,25 @@ def read_settings(path: str | Path, **overrides: Any) -> Settings:
     """
     The run that a YAML file describes; `extends: other.yaml` (beside it) gives what the file itself leaves out.
 
-    overrides: top-level fields that win over the file. Raises ValueError, with the place in the file, for a mistake.
+    overrides: top-level fields that win over the file. A value that begins with ~/ is a path at home. Raises
+    ValueError, with the place in the file, for a mistake.
     """
-    raw = read_yaml(Path(path))
+    raw = at_home(read_yaml(Path(path)))
     try:
         settings = build(Settings, raw | {name: value for name, value in overrides.items() if value is not None})
         _check(settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return settings
+
+
+def at_home(value):
+    """Values that begin with ~/, wherever they stand, as paths below the home folder."""
+    if isinstance(value, dict):
+        return {name: at_home(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [at_home(item) for item in value]
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _check(settings: Settings) -> None:
@@ -386,8 +398,10 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         logger.warning("This processor has no bfloat16 instructions: training.bf16 makes it slower, not faster.")
     try:
         arguments = TrainingArguments(**{**TRAINING_DEFAULTS, **fixed, **settings.training})
-    except (ValueError, TypeError, ImportError) as error:
+    except Exception as error:  # a wrong type surfaces as almost any
         raise ValueError(f"training: {one_line(error)}") from error
+    if not isinstance(arguments.report_to, list):
+        raise ValueError(f"training.report_to={arguments.report_to!r} must be a name or a list of names.")
     if absent := set(arguments.report_to) - set(get_available_reporting_integrations()):
         raise ValueError(f"training.report_to: {', '.join(sorted(absent))} is not installed, or unknown.")
     _check_schedule(arguments)

@@ -9,8 +9,9 @@ an output gate over attention without the first token, a value bias -v_0 and an 
 what is approximated is the gate's logit, which has to be a linear function of the layer's input.
 """
 
+import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -134,6 +135,22 @@ def transplant_rows(
     """
     options = options or WalkOptions()
     _check(source, rows)
+    with attention_by("sdpa", source):
+        return _transplant(source, rows, first, first_token, granularity, options, progress)
+
+
+@contextlib.contextmanager
+def attention_by(implementation: str, model: nn.Module) -> Iterator[None]:
+    """Layers are called one by one and without a mask, which other implementations would take for no causality."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+def _transplant(source, rows, first, first_token, granularity, options, progress):
     progress("measuring the sink", 0, 1)
     sink = measure_sink(source, rows[_spread(len(rows), MEASURED_ROWS)], first, first_token)
     refuse_without_sink(sink)
@@ -274,9 +291,11 @@ def undo_transplant(gated: nn.Module, source: nn.Module, edits: Iterable[dict]) 
 
 def _restore(gated: nn.Module, source: nn.Module, name: str) -> None:
     target, origins = gated.get_parameter(name), dict(source.named_parameters())
-    if name not in origins:
+    if name not in origins and (name.endswith("_proj.bias") or ".g_proj." in name):
         target.zero_()
         return
+    if name not in origins:
+        raise ValueError(f"The source, a {type(source).__name__}, has no parameter {name}: pass the whole model.")
     target.copy_(origins[name])
     if name.endswith("self_attn.o_proj.weight"):  # a zero gate has the score 1/2, which o_proj makes up for
         gate = gated.get_submodule(name.removesuffix("o_proj.weight") + "g_proj")

@@ -51,6 +51,11 @@ def stored_targets(
     return np.memmap(path, dtype=record, mode="r", offset=HEADER, shape=(len(rows),))
 
 
+def unfinished(path: Path) -> Path:
+    """Where the records of `path` are until all of them are there."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def header_of(path: Path) -> bytes:
     if not path.is_file():
         return b""
@@ -61,11 +66,11 @@ def header_of(path: Path) -> bytes:
 @torch.no_grad()
 def compute(path: Path, header: bytes, record: np.dtype, rows: Rows, k: int, first: int | None, load, say) -> None:
     """Appends records to a file beside `path`, which takes its name when the last one is there."""
-    unfinished = path.with_name(f".{path.name}.partial")
+    partial = unfinished(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = (unfinished.stat().st_size - HEADER) // record.itemsize if header_of(unfinished) == header else 0
+    done = (partial.stat().st_size - HEADER) // record.itemsize if header_of(partial) == header else 0
     model = load().eval()
-    with open(unfinished, "r+b" if done else "wb") as file:
+    with open(partial, "r+b" if done else "wb") as file:
         file.write(header)
         file.truncate(HEADER + done * record.itemsize)
         file.seek(0, 2)
@@ -77,4 +82,4 @@ def compute(path: Path, header: bytes, record: np.dtype, rows: Rows, k: int, fir
             values = np.empty((), dtype=record)
             values["ids"], values["log_probabilities"] = (part.cpu().numpy() for part in top_k_targets(logits, k))
             file.write(values.tobytes())
-    unfinished.rename(path)
+    partial.rename(path)

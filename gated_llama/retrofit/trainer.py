@@ -94,6 +94,10 @@ class RetrofitTrainer(Trainer):
                 pair = torch.stack([value.detach() * share, share.to(value.dtype)])
                 self._sums[name] = self._sums[name] + pair if name in self._sums else pair
             loss = loss * share * self.args.world_size  # gradients are averaged over ranks
+        if (
+            self.args.world_size > 1
+        ):  # DDP waits for every parameter's gradient, also where no loss looks at the logits
+            loss = loss + 0.0 * record.logits[0, 0, 0]
         return (loss, {"logits": record.logits}) if return_outputs else loss
 
     def terms(self, model: nn.Module, inputs: dict, names: list[str]) -> tuple[dict[str, torch.Tensor], Record]:
@@ -300,6 +304,11 @@ def gate_rate(gates: Gates, base: float) -> float:
 
 def check_run(model: nn.Module, source: nn.Module | None, args: TrainingArguments, settings: Settings) -> None:
     """ValueError for settings that the model, or the way it is trained, cannot carry out."""
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "RetrofitTrainer trains whole models: use transformers.Trainer for PEFT's, or train the gated model and "
+            "take its gates out with GateAdapter.extract."
+        )
     kinds = set().union(*(student_kinds(name, loss) for name, loss in settings.losses.items()))
     if args.n_gpu > 1:
         raise ValueError("Several GPUs in one process split batches past the losses: launch with torchrun.")
@@ -319,9 +328,10 @@ def check_run(model: nn.Module, source: nn.Module | None, args: TrainingArgument
         widths = (model.config.vocab_size, source.config.get_text_config().vocab_size)
         if "kl" in settings.losses and widths[0] != widths[1]:
             raise ValueError(f"losses.kl: {settings.model} has {widths[0]} logits and {settings.source} {widths[1]}.")
-        depths = (model.config.num_hidden_layers, source.config.get_text_config().num_hidden_layers)
-        if "attention_output" in settings.losses and depths[0] != depths[1]:
-            raise ValueError(f"losses.attention_output: {depths[0]} layers cannot be matched with {depths[1]}.")
+        for field, what in (("num_hidden_layers", "layers"), ("hidden_size", "coordinates")):
+            sizes = [getattr(config, field) for config in (model.config, source.config.get_text_config())]
+            if "attention_output" in settings.losses and sizes[0] != sizes[1]:
+                raise ValueError(f"losses.attention_output: {sizes[0]} {what} cannot be matched with {sizes[1]}.")
 
 
 def copy_files(source: Path, target: Path) -> None:

@@ -23,7 +23,7 @@ from ..diagnostics.corpus import first_token
 from .callbacks import Clock, Interruption, Report, Watch
 from .data import Rows, mix_rows, read_documents, same_tokens, token_stream
 from .settings import Settings, training_arguments
-from .targets import stored_targets
+from .targets import stored_targets, unfinished
 from .trainer import RetrofitTrainer, check_run, parameter_groups, with_first
 
 
@@ -81,7 +81,7 @@ def train(
     if resume not in ("auto", "none"):
         raise ValueError(f"resume={resume!r} is unknown; choose auto or none.")
     output = Path(settings.output)
-    check_folder(output)
+    check_folder(output, settings)
     if resume == "auto" and (done := finished(output, settings)) is not None:
         return done
     trainer, identity = build_trainer(settings, say)
@@ -135,7 +135,7 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
         progress=lambda path, documents: say(f"tokenising {path}: {documents} documents"),
     )
     watched = watched_rows(settings, tokenizer, rows, cache)
-    check_vocabulary(loadable, rows, settings)
+    check_size(loadable, rows, settings, student_bos)
     kl = settings.losses.get("kl")
     if kl is not None and kl.targets is not None:
         rows.targets = kept_targets(settings, arguments, rows, source, source_bos, say)
@@ -164,7 +164,7 @@ def open_source(settings: Settings, tokenizer) -> tuple[Loadable | None, int | N
     if settings.source is None:
         return None, None
     loadable = Loadable.open(settings.source)
-    other = loadable.load_tokenizer() if loadable.has_tokenizer else tokenizer
+    other = loadable.carried_tokenizer() if loadable.has_tokenizer else tokenizer
     if path := same_tokens(tokenizer, other, [text.path for text in settings.data.texts.values()]):
         raise ValueError(
             f"The tokenizers of model={settings.model} and source={settings.source} give {path} different ids: the "
@@ -209,7 +209,13 @@ def watched_rows(settings: Settings, tokenizer, rows: Rows, cache: Path) -> torc
     return torch.from_numpy(stream[: count * context].astype("int64")).view(count, context)
 
 
-def check_vocabulary(loadable: Loadable, rows: Rows, settings: Settings) -> None:
+def check_size(loadable: Loadable, rows: Rows, settings: Settings, student_bos: int | None) -> None:
+    positions, context = loadable.config.max_position_embeddings, settings.data.context + (student_bos is not None)
+    if context > positions:
+        raise ValueError(
+            f"data.context={settings.data.context} with the first token passes the {positions} positions of "
+            f"{loadable}: choose a smaller one, or stretch it with `gated-llama extend-context`."
+        )
     largest = max(int(stream.max()) for stream in rows.streams.values())
     if largest >= loadable.config.vocab_size:
         raise ValueError(
@@ -223,14 +229,22 @@ def check_vocabulary(loadable: Loadable, rows: Rows, settings: Settings) -> None
 # Folders.
 
 
-def check_folder(output: Path) -> None:
-    """ValueError for a folder that holds something else than a run."""
+def check_folder(output: Path, settings: Settings) -> None:
+    """ValueError for a folder that holds something else than this run's results, or what the run reads."""
     if output.is_file():
         raise ValueError(f"output={output} is a file: name a folder.")
-    ours = {MODEL, RECORD, RUN, "tokens"}
+    for field in ("model", "source"):
+        given = getattr(settings, field)
+        if given is not None and Path(given).exists() and Path(given).resolve().is_relative_to(output.resolve()):
+            raise ValueError(f"{field}={given} lies in output={output}, which is written anew: name another output.")
     if not output.is_dir() or (output / RUN).is_file():
         return
-    if foreign := [p.name for p in output.iterdir() if p.name not in ours]:
+    kept = settings.losses["kl"].targets if "kl" in settings.losses else None
+    given = [Path(path).resolve() for path in (settings.data.cache, kept) if path is not None]
+    ours = [output.resolve() / name for name in (MODEL, RECORD, RUN, "tokens")]
+    ours += [*given, *(unfinished(path) for path in given)]
+    paths = [path.resolve() for path in output.iterdir()]
+    if foreign := [path.name for path in paths if not any(own.is_relative_to(path) for own in ours)]:
         raise ValueError(f"output={output} holds {min(foreign)}, which is no part of a run: name another folder.")
 
 
@@ -348,9 +362,9 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, content: dict) -> None:
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    unfinished.write_text(json.dumps(content, indent=1))
-    unfinished.replace(path)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.replace(path)
 
 
 def finish(trainer: RetrofitTrainer, output: Path) -> TrainingReport:

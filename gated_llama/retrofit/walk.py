@@ -160,6 +160,7 @@ class Walk:
         attention.v_proj.bias.sub_(self.value.flatten())
         output = source.o_proj.weight.float()
         self.constant = self.value.repeat_interleave(self.heads // len(self.value), 0).flatten() @ output.T
+        beside = self.constant if source.o_proj.bias is None else self.constant + source.o_proj.bias
         inputs, reads = self._tokens("inputs", self.hidden), self._tokens("reads", self.heads * self.width)
         target = self._tokens("target", self.hidden)
         seen = {}
@@ -171,7 +172,7 @@ class Walk:
         hook.remove()
         for part in self._parts():
             error = self.before[part, 1:] - self.state[part]
-            target[part] = self.scratch("attention")[part] - self.constant.cpu() + self.options.share * error
+            target[part] = self.scratch("attention")[part] - beside.cpu() + self.options.share * error
         return target, self._problem(output, target, used)
 
     def _problem(self, output: torch.Tensor, target: torch.Tensor, used: torch.Tensor) -> GateProblem:
@@ -241,12 +242,13 @@ class Walk:
         layer = self.gated.layers[index]
         weight = layer.mlp.down_proj.weight.float().clone()
         weight[:, quiet] = 0
+        bias = 0.0 if layer.mlp.down_proj.bias is None else layer.mlp.down_proj.bias.float()
         middle, after = self.scratch("middle"), self.scratch("after")
         moments, total = Moments(), 0.0
         for part in self._parts():
             units = self._units(layer, part, quiet)[used[part]]
             wanted = after[part, 1:] - middle[part, 1:] + self.options.share * (middle[part, 1:] - self.state[part])
-            wanted = wanted[used[part]].to(self.device)
+            wanted = wanted[used[part]].to(self.device) - bias
             moments.add(units, wanted - units @ weight.T)
             total += wanted.square().sum(dtype=torch.float64).item()
         left = moments.energy
@@ -256,7 +258,7 @@ class Walk:
             weight += change
             weight[:, quiet] = 0
         for part in self._parts():
-            self.state[part] += (self._units(layer, part, quiet) @ weight.T).cpu()
+            self.state[part] += (self._units(layer, part, quiet) @ weight.T + bias).cpu()
             self.before[part] = after[part]
         layer.mlp.down_proj.weight.copy_(weight)
         return left / total
