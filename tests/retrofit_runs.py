@@ -30,7 +30,7 @@ ALL_LOSSES = {
     "next_token": 0.3,
     "kl": {"weight": 1.0, "top_k": 50},
     "attention_output": 0.5,
-    "outlier": {"weight": 0.1, "tau": 2.0, "down_proj": True},
+    "outlier": {"weight": 0.1, "tau": 2.0, "first_token_weight": 16.0, "down_proj": True},
     "sink": {"weight": 1.0, "eps": 0.02},
     "gate": 0.1,
 }

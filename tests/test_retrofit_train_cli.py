@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,17 @@ MISTAKES = {
     "a word as number": ({"training": {"adam_epsilon": "x"}}, "training.adam_epsilon='x' must be a number."),
     "reports": ({"training": {"report_to": "comet_ml"}}, "training.report_to: comet_ml is not installed, or unknown"),
     "hub": ({"training": {"push_to_hub": True}}, "upload the folder `model` of the finished run"),
+    "one who reports": ({"training": {"report_to": 5}}, "training.report_to: 5 is not installed, or unknown"),
+    "log level": ({"training": {"log_level": "bogus"}}, "training: "),
+    "weights alone": (
+        {"training": {"save_only_model": True}},
+        "training.save_only_model is not set here: a run that is",
+    ),
+    "rows again": ({"training": {"ignore_data_skip": True}}, "would read the same rows again"),
+    "long rows": (
+        {"data": {"context": 512, "repeat": True}, "student_bos": "<s>"},
+        "data.context=512 with the first token passes the 512 positions of",
+    ),
     "seed": ({"seed": -1}, "seed=-1 must lie between 0 and 2**32 - 1."),
     "no patterns": ({"gates": {"parameters": []}}, "gates.parameters is empty"),
     "compiled": ({"training": {"torch_compile": True}, "losses": {"gate": 1.0}}, "training.torch_compile runs past"),
@@ -132,6 +144,29 @@ def test_a_mistake_is_one_clear_line(name, workshop, capsys, tmp_path):
     assert code == 2
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("*tokens*"))
+
+
+def test_inputs_are_not_written_over(workshop, capsys, tmp_path):
+    """Also with --resume none, which clears the folder."""
+    _, recipe = workshop
+    kept = tmp_path / "run" / "model"
+    shutil.copytree(recipe["model"], kept)
+    before = {path.name: path.read_bytes() for path in kept.iterdir()}
+    for field in ("model", "source"):
+        path = write(tmp_path, recipe, output=str(tmp_path / "run"), **{field: str(kept)})
+        code, message = command(path, "--resume", "none", capsys=capsys)
+        assert (code, f"{field}={kept} lies in output=" in message) == (2, True)
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
+
+
+def test_paths_at_home(workshop, tmp_path, monkeypatch):
+    _, recipe = workshop
+    monkeypatch.setenv("HOME", str(tmp_path))
+    texts = {"prose": "~/prose.txt", "other": {"path": "~/other.txt"}}
+    path = write(tmp_path, recipe, output="~/run", data=recipe["data"] | {"texts": texts})
+    chosen = read_settings(path)
+    assert chosen.output == str(tmp_path / "run")
+    assert [text.path for text in chosen.data.texts.values()] == [str(tmp_path / f"{name}.txt") for name in texts]
 
 
 def test_a_run_without_a_logged_step(workshop, capsys, tmp_path):
@@ -200,6 +235,11 @@ def test_numbers_moments_and_shorthands(workshop, tmp_path):
     assert chosen.first_key_dropout.probability == 0.25
     (tmp_path / "alone.yaml").write_text(yaml.safe_dump(recipe | {"losses": {"kl": None, "next_token": 1.0}}))
     assert read_settings(tmp_path / "alone.yaml").losses.keys() == {"next_token"}
+    (tmp_path / "merge.yaml").write_text(
+        "extends: base.yaml\nlosses:\n  kl: &own {weight: 0.5, start: 1}\n  gate: {<<: *own, start: 0}\n"
+    )
+    gate = read_settings(tmp_path / "merge.yaml").losses["gate"]
+    assert (gate.weight, gate.start) == (0.5, 0)
     assert chosen.data.texts["prose"].share == 1.0
 
 

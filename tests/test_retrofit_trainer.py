@@ -14,14 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import get_peft_model
 from retrofit_runs import ALL_LOSSES, STORIES, prepare, run, settings, steps
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM
 from gated_llama.convert.tensor_files import read_json
 from gated_llama.retrofit import data, losses, targets
+from gated_llama.retrofit.adapters import gate_adapter_config
 from gated_llama.retrofit.settings import Data, Text
-from gated_llama.retrofit.trainer import frozen, parameter_groups
+from gated_llama.retrofit.trainer import RetrofitTrainer, check_run, frozen, parameter_groups
 from gated_llama.retrofit.training import build_trainer, train
 
 
@@ -118,6 +121,11 @@ def test_targets_of_the_source_are_kept_in_a_file(workshop, monkeypatch):
         if line.startswith("source: row 4"):
             raise Killed
 
+    inside = {"kl": {"top_k": 20, "targets": str(folder / "inside" / "targets.bin")}}
+    chosen = settings(folder, recipe, output=str(folder / "inside"), losses=inside)
+    with pytest.raises(Killed):
+        train(chosen, say=stop)
+    assert train(chosen).complete
     with pytest.raises(Killed):
         build_trainer(settings(folder, recipe, output=str(folder / "stored"), losses=kl), stop)
     partial = folder / "kept" / ".targets.bin.partial"
@@ -256,9 +264,10 @@ def assert_equal_runs(folder: Path, record: dict, one):
 
 
 def test_two_ranks_equal_one(workshop):
-    """With stages: rows, losses and weights of one process with twice the batch."""
+    """With stages, and without the logits at first: rows, losses and weights of one process with twice the batch."""
     folder, recipe = workshop
-    options = {"losses": ALL_LOSSES, "stages": STAGES, "first_key_dropout": 0.5}
+    late = {"next_token": {"weight": 0.3, "start": 1}, "kl": {"top_k": 50, "start": 1}}
+    options = {"losses": ALL_LOSSES | late, "stages": STAGES, "first_key_dropout": 0.5}
     sizes = recipe["training"] | {"optim": "sgd", "learning_rate": 0.1}
     one = run(folder, recipe, "one", training=sizes | {"per_device_train_batch_size": 2}, **options)
     assert_equal_runs(folder, two_ranks(folder, recipe, options | {"training": sizes}), one)
@@ -552,3 +561,41 @@ def test_proportions_add_up(shares):
 
 def test_every_loss_of_the_table_was_trained_here():
     assert ALL_LOSSES.keys() == losses.LOSSES.keys()
+
+
+def test_a_model_of_peft_is_refused(workshop):
+    """Its base would be trained too, and lost when the adapter is saved."""
+    folder, recipe = workshop
+    trainer, _ = build_trainer(settings(folder, recipe))
+    base = AutoModelForCausalLM.from_pretrained(folder / "gated")
+    model = get_peft_model(base, gate_adapter_config(base, []))
+    with pytest.raises(ValueError, match=r"use transformers.Trainer for PEFT's"):
+        RetrofitTrainer(model, trainer.args, settings=trainer.settings, rows=trainer.train_dataset)
+
+
+def test_a_source_of_another_width_is_refused(workshop):
+    folder, recipe = workshop
+    trainer, _ = build_trainer(settings(folder, recipe, losses={"attention_output": 1.0}))
+    config = trainer.model.config.to_dict() | {"hidden_size": 48}
+    other = GatedLlamaForCausalLM(GatedLlamaConfig(**config))
+    with pytest.raises(ValueError, match="attention_output: 64 coordinates cannot be matched with 48"):
+        check_run(trainer.model, other, trainer.args, trainer.settings)
+
+
+def test_texts_are_known_again_whatever_the_tokenizer_pads(tmp_path):
+    """Encoding resets padding and truncation: what identifies the tokens must not see them."""
+    tokenizer, path = AutoTokenizer.from_pretrained(STORIES), tmp_path / "text.txt"
+    path.write_text("Once upon a time.")
+    tokenizer.backend_tokenizer.enable_padding(pad_id=2)
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    for _ in range(2):
+        data.token_stream(tokenizer, path, "", tmp_path / "cache")
+    data.token_stream(AutoTokenizer.from_pretrained(STORIES), path, "", tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_half_a_character_is_named(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
+    with pytest.raises(ValueError, match=r"Line 2 of .*text.jsonl holds half a surrogate pair"):
+        list(data.read_documents(path))

@@ -398,12 +398,11 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         logger.warning("This processor has no bfloat16 instructions: training.bf16 makes it slower, not faster.")
     try:
         arguments = TrainingArguments(**{**TRAINING_DEFAULTS, **fixed, **settings.training})
+        arguments.get_process_log_level()
     except Exception as error:  # a wrong type surfaces as almost any
         raise ValueError(f"training: {one_line(error)}") from error
-    if not isinstance(arguments.report_to, list):
-        raise ValueError(f"training.report_to={arguments.report_to!r} must be a name or a list of names.")
     if absent := set(arguments.report_to) - set(get_available_reporting_integrations()):
-        raise ValueError(f"training.report_to: {', '.join(sorted(absent))} is not installed, or unknown.")
+        raise ValueError(f"training.report_to: {', '.join(sorted(map(str, absent)))} is not installed, or unknown.")
     _check_schedule(arguments)
     return arguments
 
