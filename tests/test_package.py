@@ -136,6 +136,7 @@ def test_file_and_class_names():
         "GatedLlamaModel",
         "GatedLlamaPreTrainedModel",
         "gate_override",
+        "neutral_scores",
     ]
     assert GatedLlamaConfig.model_type == "gated_llama"
     assert AUTO_MAP == {
