@@ -94,9 +94,8 @@ class RetrofitTrainer(Trainer):
                 pair = torch.stack([value.detach() * share, share.to(value.dtype)])
                 self._sums[name] = self._sums[name] + pair if name in self._sums else pair
             loss = loss * share * self.args.world_size  # gradients are averaged over ranks
-        if (
-            self.args.world_size > 1
-        ):  # DDP waits for every parameter's gradient, also where no loss looks at the logits
+        if self.args.world_size > 1:
+            # DDP waits for every parameter's gradient, also where no loss looks at the logits.
             loss = loss + 0.0 * record.logits[0, 0, 0]
         return (loss, {"logits": record.logits}) if return_outputs else loss
 
