@@ -358,7 +358,8 @@ def test_recipes_are_read():
         assert chosen.losses.keys() <= LOSS_SETTINGS.keys()
         assert chosen.output == f"runs/{name}"
         tokens = {"polish_100k": 100_000, "polish_1m": 1_000_000}.get(name, 200_000)
-        assert chosen.steps * chosen.data.context == pytest.approx(tokens, rel=2e-3)
+        rows = chosen.steps * chosen.training.get("gradient_accumulation_steps", 1)
+        assert rows * chosen.data.context == pytest.approx(tokens, rel=2e-3)
 
 
 @pytest.fixture(scope="module")
