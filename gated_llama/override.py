@@ -56,11 +56,16 @@ def neutral_scores(config: GatedLlamaConfig) -> float | dict[int, torch.Tensor]:
 
     1 for multiplicative gates and 0 for additive ones. Where a conversion folded the inverse of a gate's first score
     into a projection (`config.gate_retrofit`), it is that score: 1/2 at the identity with sigmoid, and for the heads
-    that a transplant left there.
+    that a transplant left there. Raises ValueError for a transplant that was merged in part: there are none.
     """
     if config.gate_operation == "add":
         return 0.0
     record = config.gate_retrofit or {}
+    if "fold" in record and record["fold"] is None:
+        raise ValueError(
+            f"No scores leave a model as it is into which a gate adapter of another fold is merged at strength "
+            f"{record.get('strength')}: set the strength to 0 or 1."
+        )
     neutral = 1 / next(iter((record.get("fold") or {}).values()), 1.0)
     if not (left := record.get("identity_heads")):
         return neutral

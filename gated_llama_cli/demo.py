@@ -249,7 +249,8 @@ def transplant(run: Run) -> Outcome:
     before, after = (run.report.measures[name] for name in ("source", "result"))
     found = f"first-token attention {before['first_token_attention']:.3f} -> {after['first_token_attention']:.3f}, "
     found += f"largest activation {before['max_activation']:,.0f} -> {after['max_activation']:,.0f}"
-    return Outcome(True, found + draw(run, before, after))
+    less = after["first_token_attention"] < before["first_token_attention"]
+    return Outcome(less, found + draw(run, before, after))
 
 
 def draw(run: Run, before: dict, after: dict) -> str:

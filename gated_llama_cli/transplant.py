@@ -14,7 +14,8 @@ from .diagnose import Steps, print_table
 SHOWN_LINES = 10  # progress lines of one kind of work where stderr is no terminal
 
 Calibration = Annotated[
-    list[Path] | None, typer.Option(help="Policy transplant: .txt or .jsonl text to fit on; can be repeated.")
+    list[Path] | None,
+    typer.Option(help="Policy transplant: .txt or .jsonl (also .gz) to fit on; can be repeated."),
 ]
 Tokens = Annotated[int, typer.Option(help="Policy transplant: calibration tokens in all.")]
 Context = Annotated[int, typer.Option(help="Policy transplant: tokens in a row.")]
@@ -77,6 +78,7 @@ def show(report, source: str, output: Path):
         ("first-token attention", "first_token_attention"),
         ("attention on the most attended key", "most_attended"),
         ("largest activation", "max_activation"),
+        ("mean over layers of the largest", "m_act"),
     ):
         if None not in (before[key], after[key]):  # rows may be too short for a most attended key
             rows.append([name, f"{before[key]:,.4g}", f"{after[key]:,.4g}"])
@@ -91,11 +93,20 @@ def show(report, source: str, output: Path):
     fitted = [r2 for layer in report.layers for r2 in layer.r2 if r2 is not None]
     quieted = ", ".join(f"{layer.layer}/{unit}" for layer in report.layers for unit in layer.quieted)
     rows = [
-        ("heads with a transplanted sink", f"{sink.count} of {heads}; the others stay at the identity"),
+        ("heads with a transplanted sink", f"{sink.count} of {heads}"),
+        ("identity heads (layer/heads)", at_identity(report.layers, len(sink.heads[0])) or "none"),
         ("median R2 of the gates", f"{sorted(fitted)[len(fitted) // 2]:.2f}" if fitted else "-"),
         ("quieted units (layer/unit)", quieted or "none"),
         ("tokenizer", f"no longer begins with {sink.first_token}" if measures["first_token_dropped"] else "unchanged"),
     ]
     out.print(facts(f"{source} -> {output}", rows))
-    command = shlex.join(["gated-llama", "diagnose", str(output), "--against", source, "--out", f"{output}-diagnosis"])
+    # Not against the source: both would read what the result's tokenizer puts first, and the source needs its token.
+    command = shlex.join(["gated-llama", "diagnose", str(output), "--bos", "none", "--out", f"{output}-diagnosis"])
     out.print(f"Next: {escape(command)}", soft_wrap=True)
+
+
+def at_identity(layers: list, heads: int) -> str:
+    """4/0,7 11/all: the heads that got no gate."""
+    left = {fit.layer: [str(head) for head in range(heads) if head not in fit.heads] for fit in layers}
+    names = {layer: "all" if len(each) == heads else ",".join(each) for layer, each in left.items()}
+    return " ".join(f"{layer}/{name}" for layer, name in names.items() if name)

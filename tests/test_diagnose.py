@@ -1,5 +1,6 @@
 """`gated-llama diagnose`: corpus, report, pictures, page and the command's mistakes."""
 
+import gzip
 import json
 import re
 import shutil
@@ -84,6 +85,9 @@ def test_texts_are_read_from_txt_and_jsonl(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "source": "x"}\n', encoding="utf-8")
     assert corpora.read_texts(tmp_path / "a.txt")[0] == ["one\ntwo"]
     assert corpora.read_texts(tmp_path / "a.jsonl")[0] == ["one", "two"]
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+        assert corpora.read_texts(tmp_path / f"{name}.gz")[0] == corpora.read_texts(tmp_path / name)[0]
     built_in, _ = corpora.read_texts(None)
     assert len(built_in[0]) > 20_000
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n', encoding="utf-8")

@@ -160,6 +160,12 @@ def test_neutral_scores(tiny_model, overrides, expected):
     assert neutral_scores(tiny_model(**overrides).config) == expected
 
 
+def test_there_are_no_neutral_scores_between_two_folds(tiny_model):
+    record = {"policy": "transplant", "fold": None, "strength": 0.5}
+    with pytest.raises(ValueError, match=r"merged at strength 0\.5"):
+        neutral_scores(tiny_model(gate_retrofit=record).config)
+
+
 def test_neutral_scores_head_by_head(tiny_model):
     record = {"policy": "transplant", "fold": {}, "identity_heads": {"1": [0, 3]}}
     scores = neutral_scores(tiny_model(gate_retrofit=record).config)

@@ -179,10 +179,18 @@ def test_a_transplant_is_an_adapter(dtype, convert, tmp_path):
     assert torch.equal(logits_of(model), logits_of(goal))
     assert_same_state(model, goal)
     merged.strength = 0.5
-    assert model.config.gate_retrofit == {**goal.config.gate_retrofit, "strength": 0.5, "fold": {}}
+    assert model.config.gate_retrofit == {**goal.config.gate_retrofit, "strength": 0.5, "fold": None}
     weights = [m.model.layers[0].self_attn.o_proj.weight for m in (model, load(folder, dtype=dtype))]
     assert torch.equal(weights[0][:, 16:48], weights[1][:, 16:48] * 0.75)
     merged.unmerge()
+    with torch.no_grad():
+        for parameter in model.parameters():  # as training would; the copy of the base stays
+            parameter.add_(1.0)
+    base = load(folder, dtype=dtype)
+    merged.unmerge()
+    for name, parameter in model.named_parameters():
+        if name not in {*adapter.tensors, *adapter.column_scales}:
+            parameter.data = base.get_parameter(name).data
     assert model.model.layers[0].self_attn.v_proj.bias is None
     assert_same_state(model, load(folder, dtype=dtype))
     assert torch.equal(logits_of(model), logits_of(load(folder, dtype=dtype)))

@@ -257,10 +257,13 @@ def test_no_map_is_kept_for_the_backward_pass(tiny_model, monkeypatch):
     assert kept(120) <= 2.5 * kept(60)
 
 
-def test_gate_is_the_mean_score(student):
+@pytest.mark.parametrize("activation", ["sigmoid", "identity"])
+def test_gate_is_the_mean_size_of_scores(activation, tiny_model, randomize_gates):
+    student = randomize_gates(tiny_model(gate_granularity="headwise", gate_activation=activation)).train()
     value = losses.gate(batch_of(student, "gate", Loss()), Loss())
     scores = student.model(IDS, output_gate_scores=True).gate_scores
-    torch.testing.assert_close(value, torch.stack([s.mean() for s in scores]).mean())
+    assert any((s < 0).any() for s in scores) == (activation == "identity")
+    torch.testing.assert_close(value, torch.stack([s.abs().mean() for s in scores]).mean())
 
 
 @pytest.mark.parametrize("name", LOSSES)

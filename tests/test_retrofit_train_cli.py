@@ -103,6 +103,10 @@ MISTAKES = {
     "dropout": ({"first_key_dropout": 2.0}, "first_key_dropout=2.0 must lie between 0 and 1."),
     "gap": ({"losses": {"kl": {"stop": 2}}}, "No loss is on at step 2 of 6: change a start or a stop"),
     "late start": ({"losses": {"kl": {"start": 0.5}}}, "No loss is on at step 0 of 6"),
+    "never on": (
+        {"losses": {"kl": 1.0, "outlier": {"start": 0.8, "stop": 0.5}}},
+        "losses.outlier is never on: of 6 steps it starts at 5 and stops at 3.",
+    ),
     "no rows": (
         {"training": {"per_device_train_batch_size": 0}},
         "training.per_device_train_batch_size=0 must be an integer of at least 1.",
@@ -143,7 +147,17 @@ def test_a_mistake_is_one_clear_line(name, workshop, capsys, tmp_path):
     assert message.count("Error: ") == 1
     assert code == 2
     assert not (tmp_path / "run").exists()
-    assert not list(tmp_path.glob("*tokens*"))
+
+
+def test_a_model_that_no_run_wrote_is_not_replaced(workshop, capsys, tmp_path):
+    _, recipe = workshop
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "weights").write_text("mine")
+    for resume in ("auto", "none"):
+        path = write(tmp_path, recipe, output=str(tmp_path / "run"))
+        code, message = command(path, "--resume", resume, capsys=capsys)
+        assert (code, "holds model, which is no part of a run" in message) == (2, True)
+    assert (tmp_path / "run" / "model" / "weights").read_text() == "mine"
 
 
 def test_inputs_are_not_written_over(workshop, capsys, tmp_path):
@@ -365,10 +379,16 @@ def test_recipes_are_read():
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     work = tmp_path_factory.mktemp("recipes")
-    arguments = [sys.executable, RECIPES / "prepare.py", work, "--tiny"]
-    result = subprocess.run(arguments, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
+    run_script("prepare.py", work, "--tiny")
     return work
+
+
+def run_script(name: str, *arguments) -> str:
+    """What a script of the example prints."""
+    command = [sys.executable, RECIPES / name, *arguments]
+    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -379,7 +399,34 @@ def test_recipes_run_on_the_tiny_model(recipe, tiny, monkeypatch):
     assert record["complete"]
     assert record["settings"]["student_bos"] == ("none" if recipe.startswith("polish") else "<s>")
     trained = {group for group, size in record["parameters"].items() if size}
-    assert ("frozen" in trained) == (recipe == "control_gates_only")
+    assert ("frozen" in trained) == (recipe in ("control_gates_only", "polish_1m"))
+
+
+def test_results_are_evaluated_and_shown(tiny, monkeypatch):
+    """evaluate.py and summary.py on the source and a transplant, one row of each domain."""
+    monkeypatch.chdir(tiny)
+    texts = {path.stem: Path(path).read_text() for path in Path("text").glob("*.jsonl")}
+    for domain in ("literature_en", "law_en", "math_en", "code_python", "literature_zh", "wikitext"):
+        folder = Path("data", domain)
+        folder.mkdir(parents=True)
+        name = "test.jsonl" if domain == "wikitext" else "validation.jsonl"
+        (folder / name).write_text(texts.get(domain, texts["wiki_en"]))
+    sizes = ["--first", "<s>", "--context", "63", "--rows", "1", "--stream", "300"]
+    models = ["source", "models/transplanted"]
+    for _ in range(2):  # what is there already stays
+        run_script("evaluate.py", ".", "data", "results.json", *models, *sizes)
+    results = json.loads(Path("results.json").read_text())["models"]
+    assert list(results) == models
+    assert [result["reads_first"] for result in results.values()] == [True, False]
+    assert results["source"]["domains"]["law_en"]["kl"] == pytest.approx(0, abs=1e-6)
+    transplanted = results["models/transplanted"]
+    assert transplanted["sink"]["first_token_attention"] < results["source"]["sink"]["first_token_attention"] / 2
+    kept, reset = transplanted["gates"]["kept"]["law_en"]["kl"], transplanted["gates"]["reset"]["law_en"]["kl"]
+    assert 0 < kept < reset
+    tables = run_script("summary.py", "results.json", "sink.png")
+    assert f"| transplanted | {transplanted['domains']['literature_en']['kl']:.3f} |" in tables
+    assert "| source without its first token | " in tables
+    assert Path("sink.png").stat().st_size > 10_000
 
 
 def test_parts_are_disjoint_but_for_all(tiny_model):

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM
 from gated_llama.convert.tensor_files import read_json
+from gated_llama.diagnostics import corpus
+from gated_llama.diagnostics.corpus import read_documents
 from gated_llama.retrofit import data, losses, targets
 from gated_llama.retrofit.adapters import gate_adapter_config
 from gated_llama.retrofit.settings import Data, Text
@@ -205,6 +207,19 @@ def test_a_run_that_was_interrupted_has_the_losses_of_one_that_was_not(stop, wor
     for name, value in weights(folder / "whole").items():
         assert torch.equal(weights(folder / f"stopped-{stop}")[name], value), name
     assert not list((folder / f"stopped-{stop}").glob("checkpoint-*"))
+
+
+def test_steps_between_two_logs_are_not_lost(workshop):
+    """What is saved is logged first: sums over the steps since the last log are in no checkpoint."""
+    folder, recipe = workshop
+    training = recipe["training"] | {"max_steps": 8}
+    single = {entry["step"]: entry["loss_kl"] for entry in steps(run(folder, recipe, "single", training=training))}
+    training |= {"logging_steps": 4}
+    chosen = settings(folder, recipe, output=str(folder / "seldom"), training=training)
+    assert train(chosen, progress=Stop(4)).steps == 5
+    found = {entry["step"]: entry["loss_kl"] for entry in steps(train(chosen))}
+    spans = {4: [1, 2, 3, 4], 5: [5], 8: [6, 7, 8]}
+    assert found == {end: pytest.approx(sum(single[s] for s in span) / len(span)) for end, span in spans.items()}
 
 
 def test_an_unfinished_checkpoint_is_passed_over(workshop):
@@ -523,8 +538,8 @@ def test_a_long_text_is_read_in_pieces(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
     path.write_text("".join(f"line {n} of a long text\n" for n in range(300)))
     whole = data.token_stream(tokenizer, path, "", tmp_path / "whole")
-    monkeypatch.setattr(data, "PIECE", 1000)
-    assert len(next(data.read_documents(path))) >= 1000
+    monkeypatch.setattr(corpus, "PIECE", 1000)
+    assert len(next(read_documents(path))) >= 1000
     pieces = data.token_stream(tokenizer, path, "", tmp_path / "pieces")
     assert tokenizer.decode(pieces).split() == tokenizer.decode(whole).split()
 
@@ -598,4 +613,4 @@ def test_half_a_character_is_named(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
     with pytest.raises(ValueError, match=r"Line 2 of .*text.jsonl holds half a surrogate pair"):
-        list(data.read_documents(path))
+        list(read_documents(path))

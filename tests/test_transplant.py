@@ -1,6 +1,7 @@
 """The sink transplant: exact with oracle gates, deterministic, undone, and its mistakes."""
 
 import json
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from gated_llama import gate_override, neutral_scores, retrofit
 from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics.probes import attention_modules, listen_to_attention
+from gated_llama.retrofit import surgery
+from gated_llama.retrofit.calibration import scratch
 from gated_llama.retrofit.deliver import transplant_checkpoint
 from gated_llama.retrofit.fidelity import fidelity
 from gated_llama.retrofit.first_token import drop_first_token
@@ -216,6 +219,20 @@ def test_undone_it_is_the_source_with_its_first_token(source, rows):
             undo_transplant(gated, source, [edit])
 
 
+def test_after_training_heads_without_a_gate_are_undone_too(source, rows, monkeypatch):
+    """Their gates have moved from zero, and o_proj still makes up for a score near 1/2."""
+    monkeypatch.setattr(SinkReport, "transplantable", lambda self, layer: torch.arange(4) != layer)
+    gated, report = transplant_rows(source, rows, FIRST)
+    with torch.no_grad():
+        for layer in gated.model.layers:
+            layer.self_attn.g_proj.bias.add_(0.01)
+    undo_transplant(gated, source, [edit for edit in report.edits if edit["edit"] == "refit"])
+    for index, layer in enumerate(gated.model.layers):
+        ratio = layer.self_attn.o_proj.weight / source.model.layers[index].self_attn.o_proj.weight
+        factors = [2.0 if head == index else 1.0 for head in range(4)]
+        torch.testing.assert_close(ratio.unflatten(1, (4, -1)).mean((0, 2)), torch.tensor(factors))
+
+
 def test_refits_undone_alone_leave_the_gates_in_place(source, rows):
     """What is left is the transplant whose fits were not followed by refits, layer by layer."""
     gated, report = transplant_rows(source, rows, FIRST)
@@ -251,6 +268,11 @@ def test_spike_writers_fall_silent(tiny_model, monkeypatch):
         spiking, quiet = source.model(rows).last_hidden_state, gated.model(rows).last_hidden_state
     assert spiking.isfinite().all()
     assert quiet.isfinite().all()
+    gated, done = transplant_rows(source, rows, FIRST, options=GATES_ONLY)
+    undo_transplant(gated, source, [edit for edit in done.edits if edit["edit"] == "units"])
+    weights = [model.model.layers[1].mlp.down_proj.weight for model in (source, gated)]
+    assert weights[1][:, 5].any()
+    assert torch.equal(*weights)
 
 
 def test_gates_that_a_linear_logit_explains_are_found():
@@ -291,6 +313,24 @@ def test_ridge_from_moments_is_least_squares():
     assert moments.solve(10.0).norm() < found.norm() / 2
 
 
+def test_scratch_files_have_room(source, rows, monkeypatch):
+    found = {}
+
+    @contextmanager
+    def weighed(size):
+        with scratch(size) as files:
+            yield files
+            found.update(asked=size, used=sum(path.stat().st_size for path in files.folder.iterdir()))
+
+    monkeypatch.setattr(surgery, "scratch", weighed)
+    transplant_rows(source, rows, FIRST)
+    assert 0.9 * found["asked"] < found["used"] <= found["asked"]
+    full = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(OSError, match="has 1,000 bytes free and the states of the calibration rows need"):
+        transplant_rows(source, rows, FIRST)
+
+
 def test_without_a_sink_the_identity_is_offered(tiny_model):
     source = tiny_model(gate_position=None)
     rows = torch.randint(3, 96, (3, 127))  # attention is near uniform: 0.04 on the first token
@@ -298,13 +338,30 @@ def test_without_a_sink_the_identity_is_offered(tiny_model):
         transplant_rows(source, rows, FIRST)
     with pytest.raises(ValueError, match="1 row of text does not show whether the sink is a constant"):
         measure_sink(source, rows[:1], FIRST, "<s>")
+
+
+def test_a_first_token_that_sees_others_is_no_constant(source, rows):
+    """It is one where the token sees only itself, in a decoder; an encoder is refused."""
+    heads = [head for layer in measure_sink(source, rows, FIRST, "<s>").heads for head in layer]
+    assert not any(head.key_deviation or head.value_deviation for head in heads)
+    for layer in source.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="its attention is not causal"):
+        transplant_rows(source, rows, FIRST)
+
+
+def test_mistakes_in_the_call(source, rows, tiny_model):
     with pytest.raises(ValueError, match="starts from a model without gates"):
         transplant_rows(tiny_model(), rows, FIRST)
     with pytest.raises(ValueError, match=r"need float32, and the model is torch.bfloat16"):
         transplant_rows(source.bfloat16(), rows, FIRST)
+    source.float()
+    for wrong in ((rows.clamp(min=96), FIRST), (rows, 96)):
+        with pytest.raises(ValueError, match=r"gives the id 96 and the model has embeddings for 0 to 95"):
+            transplant_rows(source, *wrong)
     windowed = tiny_model(gate_position=None, sliding_window=64, layer_types=["sliding_attention"] * 3)
     with pytest.raises(ValueError, match=r"context=127 must be smaller than the sliding window \(64\)"):
-        transplant_rows(windowed, rows, FIRST)
+        transplant_rows(windowed, torch.randint(3, 96, (3, 127)), FIRST)
 
 
 @pytest.fixture(scope="module")
@@ -332,15 +389,42 @@ def test_the_command_writes_a_checkpoint_without_its_first_token(delivered):
     assert [1, *ids] == before("Once upon a time")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(delivered)
     assert model.config.bos_token_id is None
+    assert json.loads((STORIES / "generation_config.json").read_text())["bos_token_id"] == 1
+    assert "bos_token_id" not in json.loads((delivered / "generation_config.json").read_text())
     assert model.config.gate_retrofit["policy"] == "transplant"
     assert model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False).shape == (1, len(ids) + 3)
     held_out = report["measures"]["held_out"][0]
     assert 0 < held_out["kl"] < 1
+    for result in (report["measures"][name] for name in ("source", "result")):
+        layers = result["max_activation_per_layer"]
+        assert result["m_act"] == pytest.approx(sum(layers) / len(layers))
 
 
-def test_the_measured_result_is_what_the_folder_holds(delivered, story, tmp_path):
+def test_the_command_tells_what_was_done(story, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(SinkReport, "transplantable", lambda self, layer: torch.arange(8) % 5 > layer - 1)
+    (tmp_path / "more").mkdir()
+    paths = [story, shutil.copy(story, tmp_path / "more" / story.name)]
+    texts = [flag for path in paths for flag in ("--calibration", str(path))]
+    flags = ["--policy", "transplant", *texts, "--tokens", "600", "--context", "60"]
+    assert main(["convert", str(STORIES), str(tmp_path / "out"), *flags]) == 0
+    lines = capsys.readouterr().out
+    assert f"diagnose {tmp_path / 'out'} --bos none" in lines
+    folded = re.sub(r"[\s│]", "", lines)  # cells of the table go over several lines
+    assert "identityheads(layer/heads)1/0,52/0,1,5,63/0,1,2,5,6,74/0,1,2,3,5,6,7" in folded
+    names = [
+        each["name"] for each in json.loads((tmp_path / "out" / "transplant.json").read_text())["measures"]["held_out"]
+    ]
+    assert names == [str(path) for path in paths]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_measured_result_is_what_the_folder_holds(dtype, delivered, story, tmp_path):
+    if dtype == "bfloat16":
+        delivered = tmp_path / "rounded"
+        transplant_checkpoint(STORIES, delivered, [story], dtype=dtype, tokens=600, context=60)
     convert_checkpoint(STORIES, tmp_path / "plain", position=None)
-    source, result = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (tmp_path / "plain", delivered))
+    folders = (tmp_path / "plain", delivered)
+    source, result = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in folders)
     tokenizer = AutoTokenizer.from_pretrained(delivered)
     ids = torch.tensor(tokenizer.encode(TEXT, add_special_tokens=False))
     rows = ids[600 // 60 * 60 : (600 // 60 + 2) * 60].view(2, 60)

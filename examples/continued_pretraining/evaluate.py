@@ -2,7 +2,8 @@
 What a retrofit did to a model, on held-out text: evaluate.py WORK DATA OUT.json MODEL [MODEL ...]
 
 DATA holds <domain>/validation.jsonl[.gz] and, for WikiText-2, wikitext/test.jsonl; WORK is what prepare.py made. MODEL
-is a folder, or "source". Results are kept in OUT.json, model by model; those that are there already stay.
+is a folder, or "source". Results are kept in OUT.json, model by model; those that are there already stay. The numbers
+below are those of the defaults; for prepare.py --tiny: --first "<s>" --context 63.
 
 For each model: KL(source || model) and perplexity over the source's on six rows of each domain, the source reading
 <|endoftext|> first, the model too unless its record says that a transplant took that token away; first-token
@@ -30,13 +31,12 @@ from gated_llama.diagnostics import (
     quantisation_interventions,
     streaming_interventions,
 )
+from gated_llama.diagnostics.corpus import with_first
 from gated_llama.retrofit.deliver import sink_measures
 from gated_llama.retrofit.fidelity import fidelity
 
 
-FIRST = "<|endoftext|>"
 DOMAINS = ("literature_en", "law_en", "wikitext", "math_en", "code_python", "literature_zh")
-CONTEXT, ROWS, STREAM = 511, 6, 4096
 
 
 def documents(folder: Path):
@@ -71,10 +71,6 @@ def load(work: Path, name: str) -> GatedLlamaForCausalLM:
 def first_of(model, first: int) -> int | None:
     """The token that the model reads before each row: the source's, unless a transplant took it away."""
     return None if (model.config.gate_retrofit or {}).get("policy") == "transplant" else first
-
-
-def with_first(rows: torch.Tensor, first: int | None) -> torch.Tensor:
-    return rows if first is None else torch.cat([torch.full((len(rows), 1), first), rows], dim=1)
 
 
 def compare(model, source, texts: dict[str, torch.Tensor], first: int, own: int | None) -> dict:
@@ -143,14 +139,18 @@ def main() -> None:
     for name in ("work", "data", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("models", nargs="+")
+    parser.add_argument("--first", default="<|endoftext|>", help="the token before each of the source's rows")
+    parser.add_argument("--context", type=int, default=511, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=6, help="of each domain")
+    parser.add_argument("--stream", type=int, default=4096, help="tokens of literature under a window")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.work / "models" / "plain")
-    first = tokenizer.convert_tokens_to_ids(FIRST)
-    texts = {domain: rows_of(tokenizer, options.data / domain, ROWS, CONTEXT) for domain in DOMAINS}
+    first = tokenizer.convert_tokens_to_ids(options.first)
+    texts = {domain: rows_of(tokenizer, options.data / domain, options.rows, options.context) for domain in DOMAINS}
     ids = itertools.chain.from_iterable(
         tokenizer.encode(text, add_special_tokens=False) for text in documents(options.data / "literature_en")
     )
-    stream = torch.tensor(list(itertools.islice(ids, STREAM)))[None]
+    stream = torch.tensor(list(itertools.islice(ids, options.stream)))[None]
     found = json.loads(options.out.read_text()) if options.out.exists() else {"models": {}}
     found["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name in options.models:

@@ -10,7 +10,6 @@ in WORK already stays.
 """
 
 import argparse
-import gzip
 import json
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 import yaml
 
 from gated_llama.convert import convert_checkpoint
-from gated_llama.diagnostics.corpus import read_texts
+from gated_llama.diagnostics.corpus import read_documents, read_texts
 from gated_llama.retrofit.reading import read_yaml
 from gated_llama_cli.demo import find_smollm2
 
@@ -51,13 +50,10 @@ TINY = {
 }
 
 
-def documents(data: Path, domain: str, split: str) -> Iterator[dict]:
-    for name, opener in ((f"{split}.jsonl", open), (f"{split}.jsonl.gz", gzip.open)):
-        path = data / domain / name
-        if path.is_file():
-            with opener(path, "rt", encoding="utf-8") as file:
-                yield from map(json.loads, file)
-            return
+def documents(data: Path, domain: str, split: str) -> Iterator[str]:
+    for name in (f"{split}.jsonl", f"{split}.jsonl.gz"):
+        if (data / domain / name).is_file():
+            return read_documents(data / domain / name)
     sys.exit(f"{data / domain} has no {split}.jsonl or {split}.jsonl.gz")
 
 
@@ -75,11 +71,10 @@ def write(path: Path, lines) -> None:
 
 def texts(work: Path, data: Path) -> None:
     for domain in DOMAINS:
-        write(work / "text" / f"{domain}.jsonl", (line["text"] for line in documents(data, domain, "train")))
+        write(work / "text" / f"{domain}.jsonl", documents(data, domain, "train"))
         few = islice(documents(data, domain, "train"), CALIBRATION)
-        write(work / "calibration" / f"{domain}.jsonl", (line["text"][:CHARACTERS] for line in few))
-    held_out = islice(documents(data, "literature_en", "validation"), 20)
-    write(work / "text" / "held_out.jsonl", (line["text"] for line in held_out))
+        write(work / "calibration" / f"{domain}.jsonl", (text[:CHARACTERS] for text in few))
+    write(work / "text" / "held_out.jsonl", islice(documents(data, "literature_en", "validation"), 20))
 
 
 def tiny_texts(work: Path) -> None:

@@ -7,17 +7,22 @@ from pathlib import Path
 
 
 WINDOWS = [f"window 256, {kept} first kept" for kept in (0, 4)]
-SINK = {  # by the titles of README.md
-    "first-token attention": lambda result: f"{result['sink']['first_token_attention']:.4f}",
-    "most attended key": lambda result: most_attended(result),
-    "largest activation, any layer": lambda result: f"{result['sink']['max_activation']:,.0f}",
-    "layer 20": lambda result: f"{result['sink']['max_activation_per_layer'][20]:,.0f}",
-    "window 256: no / 4 first tokens kept": lambda result: (
-        f"{ratio(result, WINDOWS[0]) / ratio(result, WINDOWS[1]):.3f}"
-    ),
-    "W8A8": lambda result: f"{ratio(result, 'W8A8'):.2f}",
-    "4-bit activations": lambda result: f"{ratio(result, 'A4 per token'):.0f}",
-}
+
+
+def sink_columns(depth: int) -> dict[str, Callable[[dict], str]]:
+    """By the titles of README.md. At two thirds of the depth, massive activations stand alone."""
+    deep = 2 * depth // 3
+    return {
+        "first-token attention": lambda result: f"{result['sink']['first_token_attention']:.4f}",
+        "most attended key": most_attended,
+        "largest activation, any layer": lambda result: f"{result['sink']['max_activation']:,.0f}",
+        f"layer {deep}": lambda result: f"{result['sink']['max_activation_per_layer'][deep]:,.0f}",
+        "window 256: no / 4 first tokens kept": lambda result: (
+            f"{ratio(result, WINDOWS[0]) / ratio(result, WINDOWS[1]):.3f}"
+        ),
+        "W8A8": lambda result: f"{ratio(result, 'W8A8'):.2f}",
+        "4-bit activations": lambda result: f"{ratio(result, 'A4 per token'):.0f}",
+    }
 
 
 def ratio(result: dict, intervention: str) -> float:
@@ -61,7 +66,8 @@ def domain_tables(models: dict) -> list[str]:
 
 def main(results: Path, picture: Path | None, shown: list[str]) -> None:
     models = json.loads(results.read_text())["models"]
-    sinks = table("", {label(name): result for name, result in models.items()}, SINK)
+    depth = len(next(iter(models.values()))["sink"]["max_activation_per_layer"])
+    sinks = table("", {label(name): result for name, result in models.items()}, sink_columns(depth))
     print("\n".join([*domain_tables(models), *sinks]))
     if picture is not None:
         from gated_llama.retrofit.figures import before_and_after  # brings torch, which tables do not need

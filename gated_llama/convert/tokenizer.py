@@ -87,6 +87,7 @@ def carry_files(checkpoint, folder: Path) -> tuple[str | None, list[str]]:
 
 
 def copy_files(source: Path, folder: Path) -> None:
+    """The tokenizer and what else travels with the weights, byte for byte."""
     for pattern in CARRIED:
         for path in sorted(source.glob(pattern)):
             target = folder / path.relative_to(source)

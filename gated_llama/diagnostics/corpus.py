@@ -1,11 +1,16 @@
 """Text to rows of token ids, each beginning with the same first token."""
 
+import gzip
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 import torch
+
+
+PIECE = 1 << 20  # characters of a .txt file read at a time
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Corpus:
 
 def read_texts(path: str | Path | None) -> tuple[list[str], str]:
     """
-    Texts of a .txt file (one) or a .jsonl file (field "text" of each line), and a name for the source.
+    Texts of a .txt file (one) or a .jsonl file (field "text" of each line), also as .gz, and a name for the source.
 
     Without a path, the beginning of Conan Doyle's "A Scandal in Bohemia" (public domain, Standard Ebooks edition),
     some 5,000 tokens. Raises ValueError for other files and for lines without text.
@@ -36,26 +41,49 @@ def read_texts(path: str | Path | None) -> tuple[list[str], str]:
     if path is None:
         text = files(__package__).joinpath("sample.txt").read_text(encoding="utf-8")
         return [text], "A Scandal in Bohemia (built in)"
+    texts = list(read_documents(path))
+    return texts if Path(path).name.removesuffix(".gz").endswith(".jsonl") else ["".join(texts)], str(path)
+
+
+def read_documents(path: str | Path) -> Iterator[str]:
+    """
+    Texts of a .txt file (one, in pieces that end with a line) or a .jsonl file (field "text"), both also as .gz.
+
+    Raises ValueError for other files and for lines without text.
+    """
     path = Path(path)
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if not path.is_file():
         raise ValueError(f"Text file {path} does not exist.")
+    if kind not in (".txt", ".jsonl"):
+        raise ValueError(f"Text file {path} is neither .txt nor .jsonl (also .gz), with a field 'text' on each line.")
+    opener = gzip.open if path.suffix == ".gz" else open
     try:
-        content = path.read_text(encoding="utf-8-sig")
+        with opener(path, "rt", encoding="utf-8-sig") as file:
+            yield from _pieces(file) if kind == ".txt" else _fields(file, path)
     except UnicodeDecodeError as error:
-        raise ValueError(f"Text file {path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
-    if path.suffix == ".txt":
-        return [content], str(path)
-    if path.suffix != ".jsonl":
-        raise ValueError(f"Text file {path} is neither .txt nor .jsonl (one JSON object with a field 'text' a line).")
-    lines = enumerate(content.split("\n"), 1)  # splitlines() would also split inside strings, at U+2028
-    return [_text_of(line, number, path) for number, line in lines if line.strip()], str(path)
+        raise ValueError(f"Text file {path} is not UTF-8 text ({error.reason}).") from error
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"Text file {path} is not a complete gzip file ({error}).") from error
 
 
-def _text_of(line: str, number: int, path: Path) -> str:
-    try:
-        return json.loads(line)["text"] + ""
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"Line {number} of {path} is not a JSON object with a string 'text'.") from error
+def _pieces(file) -> Iterator[str]:
+    while piece := file.read(PIECE):
+        yield piece + file.readline()
+
+
+def _fields(file, path: Path) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"] + ""
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"Line {number} of {path} holds half a surrogate pair, which is no text.") from error
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"Line {number} of {path} is not a JSON object with a string 'text'.") from error
+        yield text
 
 
 def first_token(tokenizer, bos: str) -> int | None:
@@ -71,6 +99,11 @@ def first_token(tokenizer, bos: str) -> int | None:
     if len(ids) != 1:
         raise ValueError(f"bos={bos!r} is {len(ids)} tokens and must be one; or choose 'auto' or 'none'.")
     return ids[0]
+
+
+def with_first(rows: torch.Tensor, token: int | None) -> torch.Tensor:
+    """Token ids [rows, context] with `token` before each row; None is no token."""
+    return rows if token is None else torch.cat([rows.new_full((len(rows), 1), token), rows], dim=1)
 
 
 def build_corpus(tokenizer, texts: list[str], source: str, *, tokens: int, context: int, bos: str = "auto") -> Corpus:
@@ -98,7 +131,6 @@ def build_corpus(tokenizer, texts: list[str], source: str, *, tokens: int, conte
         raise ValueError(f"The text ({source}) has one token; at least two are needed.")
     body = min(body, len(stream))
     rows = torch.tensor(stream[: min(wanted, len(stream) // body * body)]).view(-1, body)
-    if start is not None:
-        rows = torch.cat([torch.full((len(rows), 1), start), rows], dim=1)
+    rows = with_first(rows, start)
     name = None if start is None else tokenizer.convert_ids_to_tokens(start)
     return Corpus(rows, name, source)

@@ -91,16 +91,16 @@ def gate_interventions(
     Gates reset to where they change nothing (`neutral_scores`), at their mean per layer and head (from `GateScores`),
     and multiplied by constant factors.
 
-    A gate that carries something makes the first two costly. Raises ValueError for models that are not gated_llama,
-    whose gates are fused into a forward and cannot be replaced.
+    A gate that carries something makes the first two costly. The first is left out where there are no such scores.
+    Raises ValueError for models that are not gated_llama, whose gates are fused into a forward and cannot be replaced.
     """
     if scores.model_type != "gated_llama":
         raise ValueError(f"Gates of a {scores.model_type!r} model are part of its forward and cannot be replaced.")
     means = {layer: torch.tensor(heads)[:, None] for layer, heads in zip(scores.layers, scores.per_head, strict=True)}
-    named: dict[str, Intervention] = {
-        "gates reset": functools.partial(gate_override, model, neutral_scores(decoder_of(model).config)),
-        "gates = mean": functools.partial(gate_override, model, means),
-    }
+    named: dict[str, Intervention] = {"gates = mean": functools.partial(gate_override, model, means)}
+    with contextlib.suppress(ValueError):  # a transplant that was merged in part
+        neutral = neutral_scores(decoder_of(model).config)
+        named = {"gates reset": functools.partial(gate_override, model, neutral), **named}
     return named | {f"gates x {factor:g}": functools.partial(scaled_gates, model, factor) for factor in factors}
 
 

@@ -333,8 +333,8 @@ class MergedGates:
 
     def unmerge(self) -> None:
         """Puts the base back, bit for bit; the same as strength 0."""
-        for name, tensor in self._base.items():
-            _put(self.model, name, tensor)
+        for name, tensor in self._base.items():  # the copy stays, whatever is trained next
+            _put(self.model, name, None if tensor is None else tensor.clone())
         for field, setting in self._config.items():
             setattr(self.model.config, field, setting)
         self._strength = 0.0
@@ -345,9 +345,10 @@ class MergedGates:
 
     def _partial_record(self, strength: float) -> dict[str, Any]:
         record = {**(self.adapter.config["gate_retrofit"] or {}), "strength": float(strength)}
-        if self.adapter.column_scales:  # on the way from one fold to another there is none that could be undone
+        # On the way from one fold to another there is none that could be undone.
+        if record.get("fold") != (self._config["gate_retrofit"] or {}).get("fold"):
             record.pop("identity_heads", None)
-            record["fold"] = {}
+            record["fold"] = None
         return record
 
 

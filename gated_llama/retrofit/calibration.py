@@ -1,6 +1,8 @@
 """Calibration text as token ids, and the hidden states of two models on it, one layer at a time, in scratch files."""
 
 import contextlib
+import errno
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +55,14 @@ class Scratch:
 
 
 @contextlib.contextmanager
-def scratch() -> Iterator[Scratch]:
+def scratch(size: int) -> Iterator[Scratch]:
+    """OSError where the temporary folder has no room for `size` bytes: a mapped file would fail without a word."""
     with tempfile.TemporaryDirectory() as folder:
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            raise OSError(
+                errno.ENOSPC,
+                f"{Path(folder).parent} has {free:,} bytes free and the states of the calibration rows need {size:,}: "
+                "name another folder in TMPDIR, or take fewer tokens",
+            )
         yield Scratch(Path(folder))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -49,6 +49,8 @@ class Interruption(TrainerCallback):
             self.asked = bool(asked)
         if self.asked and state.global_step < state.max_steps:
             self.happened = control.should_save = control.should_training_stop = True
+        # What was summed since the last log is in no checkpoint.
+        control.should_log |= control.should_save
 
     def release(self):
         """Gives the signals back; call it whatever way training ended."""
@@ -179,7 +181,7 @@ class Watch(TrainerCallback):
         squares = {"gate": 0.0, "base": 0.0, "moved": 0.0, "start": 0.0, "random": 0.0}
         scale = self.trainer.model.config.initializer_range
         for name, parameter in self.trainer.model.named_parameters():
-            name, value = plain_name(name), whole(parameter)
+            name, value = plain_name(name), parameter.detach()
             squares["gate" if name in self.gates else "base"] += value.float().square().sum().item()
             if name in self.start:
                 start = self.start[name].to(value.device)
@@ -189,8 +191,3 @@ class Watch(TrainerCallback):
         size = math.sqrt(max(squares["start"], squares["random"]))
         norms = {f"{part}_norm": math.sqrt(squares[part]) for part in ("gate", "base")}
         return norms | {"gate_movement": math.sqrt(squares["moved"]) / size}
-
-
-def whole(parameter: nn.Parameter) -> torch.Tensor:
-    """A parameter that is sharded as a DTensor, gathered; any other as it is."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()

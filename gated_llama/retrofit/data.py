@@ -1,7 +1,6 @@
 """Texts to rows of token ids: tokenised once, as a stream, and mixed in given proportions."""
 
 import contextlib
-import gzip
 import hashlib
 import json
 import secrets
@@ -13,54 +12,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ..diagnostics.corpus import read_documents
 from .settings import Data
 
 
-PIECE = 1 << 20  # characters of a .txt file read at a time
 DOCUMENTS = 64  # documents tokenised at a time
 
 Progress = Callable[[str, int], None]
-
-
-def read_documents(path: str | Path) -> Iterator[str]:
-    """
-    Texts of a .txt file (one, in pieces that end with a line) or a .jsonl file (field "text"), both also as .gz.
-
-    Raises ValueError for other files and for lines without text.
-    """
-    path = Path(path)
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    if not path.is_file():
-        raise ValueError(f"Text file {path} does not exist.")
-    if kind not in (".txt", ".jsonl"):
-        raise ValueError(f"Text file {path} is neither .txt nor .jsonl (also .gz), with a field 'text' on each line.")
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8-sig") as file:
-            yield from _pieces(file) if kind == ".txt" else _fields(file, path)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"Text file {path} is not UTF-8 text ({error.reason}).") from error
-    except (gzip.BadGzipFile, EOFError) as error:
-        raise ValueError(f"Text file {path} is not a complete gzip file ({error}).") from error
-
-
-def _pieces(file) -> Iterator[str]:
-    while piece := file.read(PIECE):
-        yield piece + file.readline()
-
-
-def _fields(file, path: Path) -> Iterator[str]:
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"] + ""
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"Line {number} of {path} holds half a surrogate pair, which is no text.") from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"Line {number} of {path} is not a JSON object with a string 'text'.") from error
-        yield text
 
 
 def token_stream(

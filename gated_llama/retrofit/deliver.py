@@ -16,7 +16,7 @@ from ..convert.output_folder import building, check_output
 from ..convert.tensor_files import read_json
 from ..convert.tokenizer import GENERATION_CONFIG, carry_files, load_tokenizer
 from ..diagnostics import Activations, FirstTokenAttention
-from ..diagnostics.corpus import read_texts
+from ..diagnostics.corpus import read_texts, with_first
 from ..hub import model_card
 from ..modeling_gated import GatedLlamaForCausalLM
 from .calibration import calibration_rows, sink_token
@@ -50,9 +50,9 @@ def transplant_checkpoint(
 
     Args:
         source, output, revision, max_shard_size: as in `convert_checkpoint`.
-        calibration: .txt or .jsonl files; each gives the same number of rows, or what it has. Text of every kind that
-            matters should be among them: what they lack is matched worse.
-        tokens, context: calibration tokens in all, at most, and in a row.
+        calibration: .txt or .jsonl files (also .gz); each gives the same number of rows, or what it has. Text of every
+            kind that matters should be among them: what they lack is matched worse.
+        tokens, context: calibration tokens in all, at most but for one row of each file, and in a row.
         bos: the first token on which the sink sits: "auto" (the tokenizer's) or a token.
         dtype: to write in; `None` keeps the source's. Fits are in float32.
 
@@ -80,13 +80,15 @@ def transplant_checkpoint(
         gated, report = transplant_rows(
             model, rows, first, first_token=first_token, granularity=granularity, options=options, progress=progress
         )
-        progress("measuring the result", 0, 1)
-        report.measures.update(_measures(model, gated, held_out, first))
-        progress("measuring the result", 1, 1)
         written = dtype or loadable.stored_dtype
         gated = gated.to(getattr(torch, written))
         if broken := [name for name, tensor in gated.state_dict().items() if not tensor.isfinite().all()]:
             raise ValueError(f"{broken[0]!r} passes the largest {written}: write bfloat16 or float32.")
+        progress("measuring the result", 0, 1)
+        gated = gated.float()  # exact: what is measured is what will be written
+        report.measures.update(_measures(model, gated, held_out, first))
+        gated = gated.to(getattr(torch, written))
+        progress("measuring the result", 1, 1)
         with building(output, sum(tensor.nbytes for tensor in gated.state_dict().values())) as folder:
             dropped = _write(gated, plain, folder, first, max_shard_size)
             card = model_card(
@@ -131,9 +133,9 @@ def _measures(source: nn.Module, gated: nn.Module, held_out: dict[str, torch.Ten
     """The result on text that the fits did not see, the source's own noise floor, and sinks before and after."""
     compared: list[Fidelity] = []
     floor: list[Fidelity] = []
-    for name, rows in held_out.items():
-        compared.append(fidelity(gated, source, rows, source_first=first, name=Path(name).stem))
-        floor.append(fidelity(source, source, rows, source_first=first, name=Path(name).stem))
+    for name, rows in zip(_short_names(list(held_out)), held_out.values(), strict=True):
+        compared.append(fidelity(gated, source, rows, source_first=first, name=name))
+        floor.append(fidelity(source, source, rows, source_first=first, name=name))
     rows = torch.cat(list(held_out.values()))
     return {
         "source": sink_measures(source, rows, first),
@@ -143,16 +145,21 @@ def _measures(source: nn.Module, gated: nn.Module, held_out: dict[str, torch.Ten
     }
 
 
+def _short_names(paths: Sequence[str]) -> list[str]:
+    """Names of files without their suffix, or the paths where two have the same name."""
+    stems = [Path(path).stem for path in paths]
+    return stems if len(set(stems)) == len(stems) else list(paths)
+
+
 @torch.no_grad()
 def sink_measures(model: nn.Module, rows: torch.Tensor, first: int | None) -> dict:
     """
     First-token attention, the most attended key and the largest activations on rows of token ids, each after `first`
-    if given.
+    if given; m_act is the mean over layers of the largest.
     """
     with FirstTokenAttention(model) as attention, Activations(model) as activations:
         for row in rows:
-            ids = row if first is None else torch.cat([row.new_tensor([first]), row])
-            model(ids[None].to(model.device), use_cache=False)
+            model(with_first(row[None], first).to(model.device), use_cache=False)
     attended, spikes = attention.result(), activations.result()
     return {
         "first_token_attention": attended.mean,
@@ -160,6 +167,7 @@ def sink_measures(model: nn.Module, rows: torch.Tensor, first: int | None) -> di
         "most_attended": attended.most_attended,
         "most_attended_keys": attended.most_attended_keys,
         "max_activation": spikes.max,
+        "m_act": spikes.m_act,
         "max_activation_layer": spikes.max_layer,
         "max_activation_per_layer": spikes.per_layer,
     }

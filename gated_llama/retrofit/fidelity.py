@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from ..diagnostics.corpus import with_first
 from ..diagnostics.metrics import token_kl, token_nll
 
 
@@ -65,7 +66,4 @@ def fidelity(
 
 def logits_of(model: nn.Module, row: torch.Tensor, first: int | None) -> torch.Tensor:
     """Logits [1, seq, vocabulary] at the tokens of `row`, after the token `first` if there is one."""
-    row = row.to(model.device)
-    if first is None:
-        return model(row[None], use_cache=False).logits
-    return model(torch.cat([row.new_tensor([first]), row])[None], use_cache=False).logits[:, 1:]
+    return model(with_first(row[None], first).to(model.device), use_cache=False).logits[:, -len(row) :]

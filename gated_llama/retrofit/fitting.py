@@ -49,8 +49,7 @@ def fit_gates(
     + decay * |W|^2 / heads, with W of the standardised inputs.
 
     fitted [heads] bool: the others keep the score 1. The cross-entropy ties the scores to what they stand for where
-    the output does not care. L-BFGS from the constant gate with
-    the mean of the survivors: deterministic.
+    the output does not care. L-BFGS from the constant gate with the mean of the survivors: deterministic.
     """
     scale, centre = problem.inputs.std(0).clamp_min(1e-6), problem.inputs.mean(0)
     inputs = (problem.inputs - centre) / scale

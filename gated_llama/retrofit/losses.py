@@ -293,8 +293,8 @@ def _first_weights(query: torch.Tensor, key: torch.Tensor, start: int, window: i
 
 
 def gate(batch: Batch, settings: Loss) -> torch.Tensor:
-    """Mean gate score, over layers, tokens, heads and coordinates."""
-    return torch.stack([scores.float().mean() for scores in batch.student.scores]).mean()
+    """Mean |gate score|, over layers, tokens, heads and coordinates."""
+    return torch.stack([scores.float().abs().mean() for scores in batch.student.scores]).mean()
 
 
 @dataclass(frozen=True)

@@ -354,7 +354,12 @@ def _check_moments(settings: Settings) -> None:
             raise ValueError(
                 f"{place}={moment} must be an integer, which counts steps, or a fraction of the run from 0.0 to 1.0."
             )
-
+    for place, schedule in {**places, "first_key_dropout": settings.first_key_dropout}.items():
+        start, stop = (in_steps(moment, settings.steps) for moment in (schedule.start, schedule.stop))
+        if start >= stop:
+            raise ValueError(
+                f"{place} is never on: of {settings.steps} steps it starts at {start} and stops at {stop}."
+            )
     _check_gaps(settings)
 
 

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from ..diagnostics import Activations, FirstTokenAttention, FirstTokenStates, SpikeWriter
+from ..diagnostics.corpus import with_first
 
 
-# A key or value that varies more than this between texts, relative to its norm, is not a constant of the model.
-LARGEST_DEVIATION = 0.05
 # Heads that give the first token less than this on average have no sink to take over.
 SMALLEST_ATTENTION = 0.02
 
@@ -20,6 +19,9 @@ class HeadSink:
     """
     The sink of one query head: its mean attention on the first token; |v_0| / median |v_j| of its key/value head; the
     relative spread of k_0 and v_0 between texts. obstacle: why no gate takes it over, None if one can.
+
+    The spread is 0 in a decoder, whose first token sees nothing but itself (encoders are refused). The size of v_0 is
+    no obstacle: the values' bias takes it away, and the output's bias gives it back.
     """
 
     layer: int
@@ -63,7 +65,7 @@ def measure_sink(model: nn.Module, rows: Iterable[torch.Tensor], first: int, fir
     """
     with FirstTokenAttention(model) as attention, FirstTokenStates(model) as states, Activations(model) as activations:
         for row in rows:
-            model(torch.cat([row.new_tensor([first]), row])[None].to(model.device), use_cache=False)
+            model(with_first(row[None], first).to(model.device), use_cache=False)
     attended, constants, spikes = attention.result(), states.result(), activations.result()
     if constants.documents < 2:
         raise ValueError(
@@ -89,14 +91,9 @@ def _heads(index: int, attended, constants) -> list[HeadSink]:
             table[index][head // group]
             for table in (constants.value_norm_ratio, constants.key_deviation, constants.value_deviation)
         )
-        heads.append(HeadSink(attended.layers[index], head, weight, ratio, key, value, _obstacle(weight, key, value)))
+        heads.append(HeadSink(attended.layers[index], head, weight, ratio, key, value, _obstacle(weight)))
     return heads
 
 
-def _obstacle(weight: float, key_deviation: float, value_deviation: float) -> str | None:
-    if weight < SMALLEST_ATTENTION:
-        return f"no sink: the first token gets {weight:.3f} of the attention"
-    for name, deviation in (("key", key_deviation), ("value", value_deviation)):
-        if deviation > LARGEST_DEVIATION:
-            return f"the first token's {name} varies between texts by {deviation:.3f} of its norm"
-    return None
+def _obstacle(weight: float) -> str | None:
+    return None if weight >= SMALLEST_ATTENTION else f"no sink: the first token gets {weight:.3f} of the attention"

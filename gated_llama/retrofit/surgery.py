@@ -131,10 +131,11 @@ def transplant_rows(
         progress: told (what, done, total).
 
     Raises:
-        ValueError: the source has gates, or no sink that a gate could take over (the identity is offered instead).
+        ValueError: the source has gates, ids are none of its own, or it has no sink that a gate could take over
+            (the identity is offered instead).
     """
     options = options or WalkOptions()
-    _check(source, rows)
+    _check(source, rows, first)
     with attention_by("sdpa", source):
         return _transplant(source, rows, first, first_token, granularity, options, progress)
 
@@ -157,7 +158,7 @@ def _transplant(source, rows, first, first_token, granularity, options, progress
     progress("measuring the sink", 1, 1)
     gated = gated_copy(source, granularity)
     edits, layers = [], []
-    with scratch() as files:
+    with scratch(Walk.scratch_bytes(source.config, rows)) as files:
         walk = Walk(source.model, gated.model, rows, first, files, options)
         for index in range(source.config.num_hidden_layers):
             progress("matching layers", index, source.config.num_hidden_layers)
@@ -172,7 +173,7 @@ def _transplant(source, rows, first, first_token, granularity, options, progress
     return gated, TransplantReport(sink, layers, edits, options, rows.numel(), rows.shape[1])
 
 
-def _check(source: nn.Module, rows: torch.Tensor) -> None:
+def _check(source: nn.Module, rows: torch.Tensor, first: int) -> None:
     config = source.config
     if config.model_type != GatedLlamaConfig.model_type or config.gate_position is not None:
         raise ValueError(
@@ -185,6 +186,11 @@ def _check(source: nn.Module, rows: torch.Tensor) -> None:
         raise ValueError(
             f"context={rows.shape[1]} and the first token do not fit into the model's "
             f"{config.max_position_embeddings} positions: choose a smaller context."
+        )
+    if (largest := max(int(rows.max()), first)) >= config.vocab_size:
+        raise ValueError(
+            f"The tokenizer gives the id {largest} and the model has embeddings for 0 to {config.vocab_size - 1}: it "
+            "is another model's tokenizer."
         )
     sliding = "sliding_attention" in config.layer_types
     if sliding and rows.shape[1] >= config.sliding_window:
@@ -201,7 +207,7 @@ def refuse_without_sink(sink: SinkReport) -> None:
     obstacles = sorted({head.obstacle.split(":")[0] for layer in sink.heads for head in layer if head.obstacle})
     raise ValueError(
         f"There is no sink to transplant: mean attention on the first token {sink.first_token!r} is {sink.mean:.3f}, "
-        f"and {sink.count} heads have a constant one of more than {SMALLEST_ATTENTION} ({'; '.join(obstacles[:3])}). "
+        f"and {sink.count} heads have one of more than {SMALLEST_ATTENTION} ({'; '.join(obstacles[:3])}). "
         "Use --policy identity, or name another first token with --bos; a sink also shows less in longer rows."
     )
 
@@ -273,7 +279,8 @@ def undo_transplant(gated: nn.Module, source: nn.Module, edits: Iterable[dict]) 
 
     edits: of a report, or of transplant.json. Each names a layer, and every tensor that it touched there becomes the
     source's again, its gates becoming zero; so taking back one kind of edit of a layer also takes back the others that
-    touched the same tensors. Raises ValueError for an unknown edit.
+    touched the same tensors. What lies in files stays as the transplant left it: the tokenizer and the generation
+    settings, without the first token, and the policy in the config. Raises ValueError for an unknown edit.
     """
     edits, depth = list(edits), gated.config.num_hidden_layers
     for edit in edits:
@@ -282,14 +289,14 @@ def undo_transplant(gated: nn.Module, source: nn.Module, edits: Iterable[dict]) 
         if edit.get("layer") not in range(depth):
             raise ValueError(f"layer {edit.get('layer')!r} of an edit is none of 0 to {depth - 1}.")
     for edit in edits:
-        layer = f"model.layers.{edit['layer']}."
-        for name in EDITED[edit["edit"]]:
-            _restore(gated, source, layer + name)
         if edit["edit"] == "gates":
             _leave_at_identity(gated, edit["layer"], list(range(gated.config.num_attention_heads)))
+        for name in EDITED[edit["edit"]]:
+            _restore(gated, source, edit["layer"], name)
 
 
-def _restore(gated: nn.Module, source: nn.Module, name: str) -> None:
+def _restore(gated: nn.Module, source: nn.Module, layer: int, place: str) -> None:
+    name = f"model.layers.{layer}.{place}"
     target, origins = gated.get_parameter(name), dict(source.named_parameters())
     if name not in origins and (name.endswith("_proj.bias") or ".g_proj." in name):
         target.zero_()
@@ -297,9 +304,6 @@ def _restore(gated: nn.Module, source: nn.Module, name: str) -> None:
     if name not in origins:
         raise ValueError(f"The source, a {type(source).__name__}, has no parameter {name}: pass the whole model.")
     target.copy_(origins[name])
-    if name.endswith("self_attn.o_proj.weight"):  # a zero gate has the score 1/2, which o_proj makes up for
-        gate = gated.get_submodule(name.removesuffix("o_proj.weight") + "g_proj")
-        closed = ~(gate.weight.any(dim=1) | (gate.bias != 0))
-        heads = gated.config.num_attention_heads
-        closed = closed.view(heads, -1)[:, :1].expand(-1, target.shape[1] // heads).flatten()
-        target.mul_(torch.where(closed, 2.0, 1.0))
+    if place == "self_attn.o_proj.weight":  # a gate at the identity has the score 1/2, which o_proj makes up for
+        left = (gated.config.gate_retrofit or {}).get("identity_heads") or {}
+        target.unflatten(1, (gated.config.num_attention_heads, -1))[:, left.get(str(layer), [])] *= 2

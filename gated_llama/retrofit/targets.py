@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..diagnostics.corpus import with_first
 from .data import Rows
 from .losses import top_k_targets
 
@@ -76,8 +77,7 @@ def compute(path: Path, header: bytes, record: np.dtype, rows: Rows, k: int, fir
         file.seek(0, 2)
         for index in range(done, len(rows)):
             say(f"source: row {index + 1} of {len(rows)}")
-            ids = rows[index]["input_ids"][None].to(model.device)
-            ids = ids if first is None else torch.cat([ids.new_full((1, 1), first), ids], dim=1)
+            ids = with_first(rows[index]["input_ids"][None], first).to(model.device)
             logits = model(input_ids=ids, use_cache=False).logits[0, -rows.context :]
             values = np.empty((), dtype=record)
             values["ids"], values["log_probabilities"] = (part.cpu().numpy() for part in top_k_targets(logits, k))

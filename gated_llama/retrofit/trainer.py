@@ -3,7 +3,6 @@
 import fnmatch
 import math
 import re
-import shutil
 from pathlib import Path
 
 import torch
@@ -11,7 +10,8 @@ from accelerate import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..convert.tokenizer import CARRIED
+from ..convert.tokenizer import copy_files
+from ..diagnostics.corpus import with_first
 from .data import Rows, draw
 from .losses import LOSSES, Batch, Record, hidden_first_key, recording, student_kinds
 from .settings import PARTS, Gates, Settings, Stage, in_steps
@@ -231,11 +231,6 @@ class _Stages(TrainerCallback):
         self.trainer.enter_stage(state.global_step)
 
 
-def with_first(ids: torch.Tensor, token: int | None) -> torch.Tensor:
-    """[batch, seq] with `token` put before each row."""
-    return ids if token is None else torch.cat([ids.new_full((len(ids), 1), token), ids], dim=1)
-
-
 def frozen(source: nn.Module, args: TrainingArguments) -> nn.Module:
     """
     The source in eval mode on the arguments' device.
@@ -331,11 +326,3 @@ def check_run(model: nn.Module, source: nn.Module | None, args: TrainingArgument
             sizes = [getattr(config, field) for config in (model.config, source.config.get_text_config())]
             if "attention_output" in settings.losses and sizes[0] != sizes[1]:
                 raise ValueError(f"losses.attention_output: {sizes[0]} {what} cannot be matched with {sizes[1]}.")
-
-
-def copy_files(source: Path, target: Path) -> None:
-    """The tokenizer and what else travels with the weights, byte for byte."""
-    for pattern in CARRIED:
-        for path in source.glob(pattern):
-            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target / path.relative_to(source))

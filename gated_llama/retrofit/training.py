@@ -15,17 +15,20 @@ from typing import Any
 import torch
 import transformers
 from transformers import TrainerCallback
+from transformers.utils import logging
 
 from .. import __version__
 from ..convert.checkpoint import building
 from ..convert.loading import Loadable
-from ..diagnostics.corpus import first_token
+from ..diagnostics.corpus import first_token, read_documents, with_first
 from .callbacks import Clock, Interruption, Report, Watch
-from .data import Rows, mix_rows, read_documents, same_tokens, token_stream
+from .data import Rows, mix_rows, same_tokens, token_stream
 from .settings import Settings, training_arguments
 from .targets import stored_targets, unfinished
-from .trainer import RetrofitTrainer, check_run, parameter_groups, with_first
+from .trainer import RetrofitTrainer, check_run, parameter_groups
 
+
+logger = logging.get_logger(__name__)
 
 MODEL, RECORD, RUN = "model", "training.json", "run.json"
 IRRELEVANT = ("output", "keep_checkpoints")  # fields that may differ when a run is continued
@@ -152,7 +155,9 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
         callbacks=[Clock()],
     )
     trainer.pop_callback(transformers.PrinterCallback)
-    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):  # probes see whole layers only
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        logger.warning("Gates and sinks are not watched: under FSDP and DeepSpeed no process has whole layers.")
+    else:
         trainer.add_callback(Watch(trainer, with_first(watched, student_bos)))
     fields = {name: value for name, value in settings.to_dict().items() if name not in IRRELEVANT}
     identity = {"settings": fields, "texts": rows.digests, "rows": rows.order, "world_size": arguments.world_size}
@@ -241,8 +246,8 @@ def check_folder(output: Path, settings: Settings) -> None:
         return
     kept = settings.losses["kl"].targets if "kl" in settings.losses else None
     given = [Path(path).resolve() for path in (settings.data.cache, kept) if path is not None]
-    ours = [output.resolve() / name for name in (MODEL, RECORD, RUN, "tokens")]
-    ours += [*given, *(unfinished(path) for path in given)]
+    # A run writes RUN before all else but texts: a model beside which there is none is somebody else's.
+    ours = [output.resolve() / "tokens", *given, *(unfinished(path) for path in given)]
     paths = [path.resolve() for path in output.iterdir()]
     if foreign := [path.name for path in paths if not any(own.is_relative_to(path) for own in ours)]:
         raise ValueError(f"output={output} holds {min(foreign)}, which is no part of a run: name another folder.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..diagnostics.corpus import with_first
 from ..diagnostics.probes import AttentionCall, listen_to_attention
 from .calibration import Scratch
 from .fitting import GateFit, GateProblem, Moments, fit_gates
@@ -20,8 +21,8 @@ class WalkOptions:
     relative to the mean second moment; `None` leaves o_proj and down_proj as they are. spike: tokens whose largest
     |state| in the source exceeds this many times the median token's are left out of the fits, or the model would learn
     to rebuild the massive activations that it must lose. likeness: of the scores to the survivors, see `fit_gates`.
-    gate_tokens: how many tokens the gates are fitted on at most,
-    evenly spread; the refits see all. batch: rows at a time.
+    gate_tokens: how many tokens the gates are fitted on at most, evenly spread; the refits see all. batch: rows at a
+    time.
     """
 
     share: float = 1.0
@@ -68,16 +69,22 @@ class Walk:
         config = source.config
         self.hidden, self.heads, self.width = config.hidden_size, config.num_attention_heads, config.head_dim
         self.device = source.device
-        with_first = torch.cat([torch.full((self.rows, 1), first), rows], dim=1)
+        longer = with_first(rows, first)
         self.before = scratch("source", self.rows, self.context + 1, self.hidden)
         self.state = scratch("gated", self.rows, self.context, self.hidden)
         for part in self._parts():
-            self.before[part] = source.embed_tokens(with_first[part].to(self.device)).float().cpu()
+            self.before[part] = source.embed_tokens(longer[part].to(self.device)).float().cpu()
             self.state[part] = gated.embed_tokens(rows[part].to(self.device)).float().cpu()
         positions = torch.arange(self.context + 1, device=self.device)[None]
         example = self.before[:1].to(self.device)
         self.source_rotary = source.rotary_emb(example, positions)
         self.gated_rotary = gated.rotary_emb(example, positions[:, :-1])
+
+    @staticmethod
+    def scratch_bytes(config, rows: torch.Tensor) -> int:
+        """What the scratch files of a walk will hold: seven states of each token, what heads read, and survivors."""
+        heads = config.num_attention_heads * (config.head_dim + 1)
+        return 4 * (rows.numel() + 3 * len(rows)) * (7 * config.hidden_size + heads)
 
     def _parts(self) -> Iterator[slice]:
         return (slice(i, i + self.options.batch) for i in range(0, self.rows, self.options.batch))
