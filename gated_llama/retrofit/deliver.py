@@ -81,12 +81,9 @@ def transplant_checkpoint(
             model, rows, first, first_token=first_token, granularity=granularity, options=options, progress=progress
         )
         written = dtype or loadable.stored_dtype
-        gated = gated.to(getattr(torch, written))
-        if broken := [name for name, tensor in gated.state_dict().items() if not tensor.isfinite().all()]:
-            raise ValueError(f"{broken[0]!r} passes the largest {written}: write bfloat16 or float32.")
+        gated = _rounded(gated, written)
         progress("measuring the result", 0, 1)
-        gated = gated.float()  # exact: what is measured is what will be written
-        report.measures.update(_measures(model, gated, held_out, first))
+        report.measures.update(_measures(model, gated.float(), held_out, first))
         gated = gated.to(getattr(torch, written))
         progress("measuring the result", 1, 1)
         with building(output, sum(tensor.nbytes for tensor in gated.state_dict().values())) as folder:
@@ -106,6 +103,14 @@ def transplant_checkpoint(
             }
             (folder / REPORT).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return report
+
+
+def _rounded(gated: nn.Module, dtype: str) -> nn.Module:
+    """The model as it will be written; ValueError where that overflows."""
+    gated = gated.to(getattr(torch, dtype))
+    if broken := [name for name, tensor in gated.state_dict().items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{broken[0]!r} passes the largest {dtype}: write bfloat16 or float32.")
+    return gated
 
 
 def _rows(tokenizer, calibration: Sequence, tokens: int, context: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
