@@ -286,9 +286,10 @@ class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """As in the parent; raises ValueError when the attention weights in the file are not those of the config."""
-        code = Path(pretrained_model_name_or_path or "", "modeling_gated.py")
-        if code.is_file() and code.read_bytes() != Path(__file__).read_bytes():
-            logger.warning(f"{code.parent} carries modelling code that differs from {__file__}, which loads it.")
+        for name in ("modeling_gated.py", "configuration_gated.py"):
+            code, own = Path(pretrained_model_name_or_path or "", name), Path(__file__).with_name(name)
+            if code.is_file() and own.is_file() and code.read_bytes() != own.read_bytes():
+                logger.warning(f"{code.parent} carries a {name} that differs from {own}, which loads it.")
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         gate = re.compile(r"\.self_attn\.(g_proj\.(weight|bias)|g_param)$")
@@ -366,7 +367,8 @@ class GatedLlamaForTokenClassification(GenericForTokenClassification, GatedLlama
         GatedLlamaPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = GatedLlamaModel(config)
-        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", 0.1))
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 

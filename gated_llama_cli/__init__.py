@@ -56,11 +56,15 @@ for _name in COMMANDS:
 
 
 def stop_cleanly():
-    """What schedulers and lost terminals send ends a command as Ctrl-C does, with nothing left behind."""
+    """
+    What schedulers and lost terminals send ends a command as Ctrl-C does, with nothing left behind.
+
+    A signal that is ignored, as nohup has it, stays so.
+    """
     if threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGHUP"):
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), signal.default_int_handler)
+        for number in (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")):
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler)
 
 
 def main(arguments: list[str] | None = None) -> int:

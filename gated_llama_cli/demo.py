@@ -54,7 +54,7 @@ def demo(
     from gated_llama.convert.loading import Loadable
 
     run = Run(Loadable.open(source), folder)
-    prepare(folder, overwrite)
+    prepare(folder, overwrite, source)
     run.step("convert", convert)
     (folder / MARKER).write_text("{}")
     run.step("verify", verify)
@@ -117,8 +117,12 @@ def find_smollm2() -> str:
     return str(files[0])
 
 
-def prepare(folder: Path, overwrite: bool):
-    """Clears what an earlier demonstration left; other files are never touched."""
+def prepare(folder: Path, overwrite: bool, source: str):
+    """Clears what an earlier demonstration left; other files are never touched, nor is the source."""
+    ours = [folder / name for name in (GATED, SAVED_AGAIN, TRANSPLANTED)]
+    origin = Path(source).expanduser()
+    if origin.exists() and any(origin.resolve().is_relative_to(path.resolve()) for path in ours):
+        raise ValueError(f"--model {source} lies in what --out {folder} makes anew: name another --out.")
     if folder.is_file():
         raise ValueError(f"--out {folder} is a file: name a folder.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file() and not overwrite:
@@ -126,8 +130,10 @@ def prepare(folder: Path, overwrite: bool):
             f"--out {folder} holds files that no demonstration made: name another folder, or pass --overwrite to "
             f"replace {GATED}/, {SAVED_AGAIN}/ and {TRANSPLANTED}/ in it."
         )
-    for name in (GATED, SAVED_AGAIN, TRANSPLANTED):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in ours:
+        shutil.rmtree(path, ignore_errors=True)
+    if (folder / MARKER).is_file():  # else a picture of that name is somebody else's
+        (folder / PICTURE).unlink(missing_ok=True)
 
 
 def convert(run: Run) -> Outcome:

@@ -43,6 +43,7 @@ def diagnose(
 
     from gated_llama.convert.checkpoint import building, check_output
     from gated_llama.convert.loading import Loadable
+    from gated_llama.convert.verify import PROOF_TEXT
     from gated_llama.diagnostics.corpus import build_corpus, read_texts
     from gated_llama.diagnostics.figures import new_figure
     from gated_llama.diagnostics.page import write_report
@@ -56,7 +57,7 @@ def diagnose(
     corpus = build_corpus(tokenizer, texts, source, tokens=tokens, context=context, bos=bos)
     backend = {} if attn == "auto" else {"attn_implementation": attn}
     for loadable in loadables:
-        check_reading(loadable, loadables[0], tokenizer, texts[0], corpus)
+        check_reading(loadable, loadables[0], tokenizer, f"{PROOF_TEXT}\n{''.join(texts[:8])}", corpus)
     reports = []
     for loadable in loadables:
         with Steps(str(loadable)) as steps:
@@ -89,7 +90,7 @@ def check_reading(loadable, first, tokenizer, text: str, corpus):
     config = loadable.config.get_text_config()
     if int(corpus.ids.max()) >= config.vocab_size:
         raise ValueError(f"{loadable} has fewer embeddings than {first}'s tokenizer has ids: compare relatives.")
-    sample = text[:2000]
+    sample = text[:4000]
     if loadable is not first and loadable.has_tokenizer:
         other = loadable.load_tokenizer().encode(sample, add_special_tokens=False)
         if other != tokenizer.encode(sample, add_special_tokens=False):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.markup import escape
 
 from .console import out
 
@@ -31,5 +32,6 @@ def extend_context(
     report = extend(source, output, factor=factor, method=method, rope_theta=rope_theta, link=link, revision=revision)
     before = f"{report.original_length:,} tokens" if report.original_length else "the pre-training length"
     done = "was extended already and is copied as it is" if report.unchanged else "is extended"
-    out.print(f"{source} {done}: {before} x{report.factor:g} = {report.length:,} tokens ({report.method}).")
-    out.print(f"{report.output}")
+    length = f"{before} x{report.factor:g} = {report.length:,} tokens ({report.method})."
+    out.print(f"{escape(source)} {done}: {length}")
+    out.print(escape(str(report.output)))

@@ -11,7 +11,7 @@ Operation = Literal["multiply", "add"]
 Activation = Literal["sigmoid", "silu", "identity", "ns_sigmoid"]
 GateInput = Literal["hidden_states", "constant", "states"]
 Policy = Literal["identity", "open", "normal", "transplant"]
-Layout = Literal["separate", "per_kv_group", "per_head", "megatron", "megatron_tail", "gqkv", "halves"]
+Layout = Literal["separate", "per_kv_group", "per_head", "megatron", "megatron_tail", "halves"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 

@@ -85,7 +85,7 @@ def show(report):
     steps = [entry for entry in report.log if "loss" in entry]
     watched = report.watched()
     rows = [("trained", f"{report.steps:,} steps, {report.tokens:,} tokens, {report.seconds:,.0f} s")]
-    if steps:  # fewer steps than training.logging_steps leave none
+    if steps:
         rows += [("first logged", loss_line(steps[0])), ("last logged", loss_line(steps[-1]))]
     if watched:
         rows += [

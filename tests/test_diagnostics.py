@@ -285,9 +285,18 @@ def test_a_model_without_gates_is_refused(tiny_model):
         GateScores(tiny_model(), bins=2)
 
 
-@pytest.mark.parametrize("granularity", ["elementwise", "headwise"])
-def test_sparsity_of_raw_gated_and_scaled_outputs(granularity, tiny_model, randomize_gates):
-    model, (ids, mask) = randomize_gates(tiny_model(gate_granularity=granularity), std=3.0), texts()
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"gate_granularity": "elementwise"},
+        {"gate_granularity": "headwise"},
+        {"gate_granularity": "headwise", "sdpa_output_norm": True},
+        {"gate_granularity": "headwise", "gate_layers": [0, 2]},
+    ],
+    ids=["elementwise", "headwise", "normed", "some layers"],
+)
+def test_sparsity_of_raw_gated_and_scaled_outputs(overrides, tiny_model, randomize_gates):
+    model, (ids, mask) = randomize_gates(tiny_model(**overrides), std=3.0), texts()
     thresholds = (2e-2, 2e-3)
     result = observe(OutputSparsity(model, thresholds=thresholds), model, ids, attention_mask=mask)
     raw, gated, scores = [], [], []
@@ -297,17 +306,19 @@ def test_sparsity_of_raw_gated_and_scaled_outputs(granularity, tiny_model, rando
         gated.append(output[0][mask.bool()])
         scores.append(output[1][mask.bool()])
 
-    for layer in model.model.layers:
-        layer.self_attn.attn_gate.register_forward_hook(keep)
+    layers = overrides.get("gate_layers", [0, 1, 2])
+    for layer in layers:
+        model.model.layers[layer].self_attn.attn_gate.register_forward_hook(keep)
     with torch.no_grad():
         model(ids, attention_mask=mask)
-    for layer in range(3):
+    assert (result.layers, result.gated_layers) == ([0, 1, 2], layers)
+    for layer, place in enumerate(layers):
         mean = scores[layer].mean()
         matched = (gated[layer].square().mean() / raw[layer].square().mean()).sqrt()
         assert result.mean_score[layer] == pytest.approx(mean.item(), rel=1e-5)
         for index, tau in enumerate(thresholds):
             share = functools.partial(lambda states, tau: (states.abs() < tau).float().mean().item(), tau=tau)
-            assert result.raw[layer][index] == pytest.approx(share(raw[layer]))
+            assert result.raw[place][index] == pytest.approx(share(raw[layer]))
             assert result.gated[layer][index] == pytest.approx(share(gated[layer]))
             # inside a bin of 1/16 octave the histogram is taken as flat
             assert result.mean_scaled[layer][index] == pytest.approx(share(raw[layer] * mean), abs=2e-2)
@@ -350,6 +361,7 @@ def test_sparsity_without_a_multiplying_gate_is_raw_only(tiny_model):
         model = tiny_model(**overrides)
         result = observe(OutputSparsity(model), model, texts()[0])
         assert result.gated is None
+        assert not result.gated_layers
         assert len(result.raw) == 3
     with pytest.raises(ValueError, match="thresholds"):
         OutputSparsity(model, thresholds=(0.0,))

@@ -222,7 +222,7 @@ def test_the_package_wins_over_the_folder_and_says_so(trust, saved, caplog, monk
         model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust).eval()
         assert type(model) is GatedLlamaForCausalLM
         assert torch.equal(model(IDS).logits, models["AutoModelForCausalLM"](IDS).logits)
-        assert (f"{folder} carries modelling code that differs" in caplog.text) == warns
+        assert (f"{folder} carries a modeling_gated.py that differs" in caplog.text) == warns
 
 
 def test_folders_keep_their_code(saved, clean_process):
@@ -242,8 +242,8 @@ def test_a_folder_that_is_loaded_by_other_code_says_so(saved, clean_process):
     root, models = saved
     found = clean_process["edited"][4]
     torch.testing.assert_close(found, models["AutoModelForCausalLM"](IDS).logits + 2)
-    assert clean_process["warnings"].count("carries modelling code that differs") == 1
-    assert f"{root / 'twin/2'} carries modelling code that differs" in clean_process["warnings"]
+    assert clean_process["warnings"].count("carries a modeling_gated.py that differs") == 1
+    assert f"{root / 'twin/2'} carries a modeling_gated.py that differs" in clean_process["warnings"]
 
 
 def test_the_base_model_of_a_causal_folder(saved):

@@ -324,7 +324,7 @@ def check_gates_are_zero(checkpoint: Checkpoint, config: GatedLlamaConfig) -> li
     record = config.gate_retrofit or {}
     if record.get("policy") == "identity" and record.get("fold") == {"o_proj.weight": 2.0}:
         origin = record.get("source_model_type", "unknown")
-        return [f"The fold of the conversion is undone: o_proj is that of the source (type {origin}), bit for bit."]
+        return [f"The fold of the conversion (from type {origin}) is undone: o_proj is halved, bit for bit."]
     return ["The model carries no record of an identity conversion; o_proj was halved, as its zero gates demand."]
 
 

@@ -1,5 +1,6 @@
 """A longer context without training: rotary parameters are rewritten, weights stay as they are."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
@@ -98,8 +100,10 @@ def extend_context(
     factor, output = float(factor), check_output(Path(output), source)
     folder = find_folder(source, revision)
     raw = read_json(folder / "config.json")
-    load_config(folder)
+    config = load_config(folder)
+    check_rotary(config)
     changes, extension = plan_extension(raw, output, factor, method, rope_theta)
+    check_windows(config, extension.length)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     with building(output, 0 if link else size) as target:
         copy_files(folder, target, link)
@@ -131,6 +135,29 @@ def load_config(folder: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except StrictDataclassError as error:
         raise ValueError(f"{folder}/config.json is not valid: {one_line(error.__cause__ or error)}") from error
+
+
+def check_rotary(config: PreTrainedConfig) -> None:
+    """ValueError for a model that does not have one table of rotary parameters."""
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        raise ValueError(f"A model of type {config.model_type!r} has no rotary embeddings that could be scaled.")
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(
+            f"A model of type {config.model_type!r} has rotary parameters per layer type ({', '.join(nested)}): edit "
+            "those by hand, since which layers see the longer context is a choice."
+        )
+
+
+def check_windows(config: PreTrainedConfig, length: int) -> None:
+    """ValueError for windows that held all positions, and so were none, and would not hold `length` of them."""
+    window, before = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window and before and before <= window < length and "sliding_attention" in kinds:
+        raise ValueError(
+            f"The model's layers see a window of {window} tokens, which holds its {before} positions and would not "
+            f"hold {length}: extend the checkpoint that it was exported from, and export that."
+        )
 
 
 def plan_extension(
@@ -235,7 +262,7 @@ def copy_files(source: Path, target: Path, link: bool) -> None:
 def raise_tokenizer_limit(folder: Path, length: int) -> None:
     """Lifts `model_max_length` of the tokenizer, which would warn about, or cut, texts that now fit."""
     path = folder / TOKENIZER_CONFIG
-    if path.is_file() and (config := read_json(path)).get("model_max_length", length) < length:
+    if path.is_file() and ((config := read_json(path)).get("model_max_length") or length) < length:
         write_json(path, config | {"model_max_length": length})
 
 
@@ -249,11 +276,12 @@ def mark_card(folder: Path, extension: Extension) -> None:
         "training). Scores and instructions below are the original's.\n"
     )
     header, text = "", path.read_text(encoding="utf-8")
-    if text.startswith("---"):
-        card = ModelCard(text, ignore_metadata_errors=True)
-        card.data.pop("model_name", None)
-        card.data.eval_results = None
-        header, text = f"---\n{card.data.to_yaml()}\n---\n\n", card.text.lstrip()
+    with contextlib.suppress(yaml.YAMLError):  # a card that cannot be read is no reason not to extend
+        if text.startswith("---"):
+            card = ModelCard(text, ignore_metadata_errors=True)
+            card.data.pop("model_name", None)
+            card.data.eval_results = None
+            header, text = f"---\n{card.data.to_yaml()}\n---\n\n", card.text.lstrip()
     path.write_text(f"{header}{note}\n{text}", encoding="utf-8")
 
 
@@ -265,8 +293,11 @@ def check_written(folder: Path, extension: Extension) -> None:
     """The written configuration says to Transformers what it should: its own checks and defaults come in between."""
     config = load_config(folder)
     read = {key: config.rope_parameters.get(key) for key in extension.rope_parameters}
-    assert read == extension.rope_parameters, (read, extension.rope_parameters)
-    assert config.max_position_embeddings == extension.length
+    if read != extension.rope_parameters or config.max_position_embeddings != extension.length:
+        raise ValueError(
+            f"Transformers does not read what was written for a model of type {config.model_type!r}: {read} at "
+            f"{config.max_position_embeddings} positions instead of {extension.rope_parameters} at {extension.length}."
+        )
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -18,6 +18,7 @@ import torch
 
 from ..configuration_gated import GatedLlamaConfig
 from . import llama_cpp
+from .checkpoint import expected_tensors
 from .gguf_configs import frequencies
 from .gguf_source import GgufFile
 from .gguf_target import INSIDE, MLP_NORM, stays_float32
@@ -99,6 +100,8 @@ def read_back(source: Loadable, config: GatedLlamaConfig, target: Target, dtype:
         require(tensor.shape == expected.shape and bool(((tensor - expected).abs() <= LOST).all()), f"tensor {name}")
         seen.add(name)
     dropped = {name for name in reader.tensors if name.endswith("bias") or name == "lm_head.weight"}
+    # What the file lacks, a writer may have left out; what only the source has, must be there for nothing.
+    require(seen >= set(expected_tensors(config, torch.float32)), "tensors, all of them")
     require(seen | dropped >= set(reader.tensors), "tensors, all of them")
     require(not reading.left, f"tensors and nothing else (also {', '.join(sorted(reading.left))})")
 

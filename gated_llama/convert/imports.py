@@ -38,10 +38,8 @@ def gate(granularity: Callable[[PreTrainedConfig], str], bias: Callable[[PreTrai
     }
 
 
-NO_GATE_IN_FP32 = "the gate is computed in the dtype of the activations"
 NO_LINEAR_LAYERS = "there is no linear-attention layer"
 NO_EXPERTS = "there is no mixture of experts"
-TRAINING = "a setting of training"
 
 # The paper release: its own Qwen3Config with four more attributes. `attention_bias` is in it but not read.
 PAPER_FLAGS = ("headwise_attn_output_gate", "elementwise_attn_output_gate")

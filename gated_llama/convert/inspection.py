@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata, hf_hub_download
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
 from ..configuration_gated import GatedLlamaConfig
 from .checkpoint import GATE_TENSOR, build_config, expected_tensors
 from .imports import source_for
 from .opening import open_checkpoint
 from .sources import decoder_fields
-from .tensor_files import DTYPES, TensorInfo, read_json
+from .tensor_files import DTYPES, TensorInfo, one_line, read_json
+
+
+# Exports to these have one layer more, which is without effect; only its tensors tell, not their headers.
+WITH_ADDED_LAYER = ("afmoe", "step3p5")
 
 
 DECODER_FIELDS = (
@@ -149,8 +154,17 @@ def read_headers(model: str | Path, revision: str | None) -> tuple[dict[str, Any
         return checkpoint.raw_config, checkpoint.reader.tensors
     raw = read_json(Path(hf_hub_download(model, "config.json", revision=revision)))
     tensors = {}
-    for file_name, file in get_safetensors_metadata(model, revision=revision).files_metadata.items():
+    try:
+        metadata = get_safetensors_metadata(model, revision=revision)
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise ValueError(f"{model} has no safetensors that can be read: {one_line(error)}") from error
+    for file_name, file in metadata.files_metadata.items():
         for name, info in file.tensors.items():
+            if info.dtype not in DTYPES:
+                raise ValueError(
+                    f"{model}: {name} is stored as {info.dtype}; only {', '.join(DTYPES)} are read. Quantised "
+                    "checkpoints are not supported: name the one that it was made from."
+                )
             tensors[name] = TensorInfo(tuple(info.shape), DTYPES[info.dtype], Path(file_name))
     return raw, tensors
 
@@ -159,7 +173,14 @@ def read_config(raw: Mapping[str, Any]) -> GatedLlamaConfig:
     """The configuration of a gated checkpoint of any format, or the ungated one of a plain checkpoint."""
     if raw.get("model_type") == GatedLlamaConfig.model_type:
         return build_config({name: value for name, value in raw.items() if name != "model_type"})
-    return build_config(decoder_fields(source_for(raw), raw))
+    try:
+        return build_config(decoder_fields(source_for(raw), raw))
+    except ValueError as error:
+        if raw.get("model_type") in WITH_ADDED_LAYER:
+            raise ValueError(
+                f"{error} If it is an export of this package, whose last layer does nothing, convert it back first."
+            ) from error
+        raise
 
 
 def offer(config: GatedLlamaConfig, granularity: str) -> GateCount:

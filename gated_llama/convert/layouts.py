@@ -118,7 +118,6 @@ LAYOUTS = {
     "per_head": FusedLayout("head", "qg", source="transformers, Qwen3NextAttention and Qwen3_5Attention"),
     "megatron": FusedLayout("group", "qgkv", source="Megatron-LM, attention_output_gate (linear_qkv)"),
     "megatron_tail": FusedLayout("group", "qkv", tail="g", source="Megatron-LM, head_wise_attn_gate (linear_qkv)"),
-    "gqkv": FusedLayout("all", "gqkv", source="HRM checkpoints on the Hub (attn.gqkv_proj)"),
     "halves": FusedLayout("all", "qg", source="one matrix cut in two, as gates are often added to own code"),
 }
 
@@ -164,13 +163,6 @@ def widen_gate(gate: torch.Tensor, hidden_size: int) -> torch.Tensor:
     if gate.shape[1] > hidden_size:
         raise ValueError(f"The gate reads {gate.shape[1]} coordinates of a hidden state that has {hidden_size}.")
     return torch.nn.functional.pad(gate, (0, hidden_size - gate.shape[1]))
-
-
-def narrow_gate(gate: torch.Tensor, width: int) -> torch.Tensor:
-    """The first `width` columns of a gate weight, the inverse of `widen_gate`; ValueError when others are not zero."""
-    if gate[:, width:].any():
-        raise ValueError(f"The gate reads coordinates beyond the first {width}: it has no narrow form of that width.")
-    return gate[:, :width].clone()
 
 
 def norm_from_zero_centred(weight: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """Checkpoints as models: what `from_pretrained` makes of a Hub id, a folder or a GGUF file, with nothing invented."""
 
+import contextlib
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,7 @@ from .tokenizer import VOCABULARIES, carry_files, load_tokenizer
 
 # What other code calls its gates, inside an attention module.
 GATE_NAMES = re.compile(r"(attn|attention)\w*\.(w_g|g_proj|g_param|gate_proj|attn_gate|gate)(\.|$)")
+UNKNOWN_CLASS = re.compile(r"Unrecognized configuration class <class '(?:\w+\.)*(\w+)'>")
 
 
 @dataclass(frozen=True)
@@ -93,29 +96,41 @@ class Loadable:
                 f"{self} is in the format of the paper's release, for which Transformers has no class: convert it "
                 "with `gated-llama convert`; `gated-llama export --target paper` gives its tensors back bit for bit."
             )
-        try:
+        with plain_errors(str(self)):
             model, info = AutoModelForCausalLM.from_pretrained(
                 **self.arguments, config=self.config, dtype=dtype, output_loading_info=True, **options
             )
-        except RuntimeError as error:
-            if "ignore_mismatched_sizes" in str(error):  # the library's own report is not shown here
-                raise ValueError(
-                    f"{self}: tensors do not have the shapes that its config.json calls for; "
-                    f"`gated-llama inspect {self}` names them."
-                ) from error
-            raise ValueError(f"{self} cannot be loaded: {one_line(error)}") from error
-        except ValueError as error:
-            if "Unrecognized configuration class" in str(error):  # the library goes on to name every class it has
-                raise ValueError(
-                    f"{self} cannot be loaded: AutoModelForCausalLM has no class for model type "
-                    f"{self.config.model_type!r}. Engines read such a folder; `gated-llama convert` takes it back."
-                ) from error
-            raise
-        if gates := [name for name in info["unexpected_keys"] if GATE_NAMES.search(name)]:
-            raise ValueError(
-                f"{self} holds {len(gates)} gate tensors that its architecture has no place for, the first "
-                f"{min(gates)!r}: loaded without them it would be another model."
-            )
+        refuse_lost_gates(str(self), info)
         if absent := sorted(info["missing_keys"]):
             raise ValueError(f"{self} has no weights for {len(absent)} tensors, the first {absent[0]!r}.")
         return model.eval()
+
+
+@contextlib.contextmanager
+def plain_errors(name: str) -> Iterator[None]:
+    """ValueError in one line for the library's errors on loading the model `name`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" in str(error):  # the library's own report is not shown here
+            raise ValueError(
+                f"{name}: tensors do not have the shapes that its config.json calls for; "
+                f"`gated-llama inspect {name}` names them."
+            ) from error
+        raise ValueError(f"{name} cannot be loaded: {one_line(error)}") from error
+    except ValueError as error:
+        if kind := UNKNOWN_CLASS.search(str(error)):  # the library goes on to name every class it has
+            raise ValueError(
+                f"{name} cannot be loaded: AutoModelForCausalLM has no class for {kind[1]}. Engines read such a "
+                "folder; `gated-llama convert` takes it back."
+            ) from error
+        raise
+
+
+def refuse_lost_gates(name: str, info: dict) -> None:
+    """ValueError where loading left gates out. info: what `output_loading_info` gives."""
+    if gates := [key for key in info["unexpected_keys"] if GATE_NAMES.search(key)]:
+        raise ValueError(
+            f"{name} holds {len(gates)} gate tensors that its architecture has no place for, the first "
+            f"{min(gates)!r}: loaded without them it would be another model."
+        )

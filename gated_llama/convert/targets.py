@@ -161,10 +161,10 @@ class Target:
 
 
 def require_served_cell(config: GatedLlamaConfig):
-    """ValueError when the gate is none that engines know; a model without a gate passes."""
-    if config.gate_position is None:
-        return
+    """ValueError when the attention is none that engines know; a gate may be absent."""
     for name, (value, reason) in SERVED_CELL.items():
+        if config.gate_position is None and name.startswith("gate_"):
+            continue
         if getattr(config, name) != value:
             raise ValueError(
                 f"{name}={getattr(config, name)!r} cannot be exported: {reason} ({name}={value!r}). Serve the folder "
@@ -204,6 +204,10 @@ QWEN = {
 NO_SGLANG_BIAS = {"q/k/v bias": "SGLang builds this class without biases", "gate bias": "as for q, k and v"}
 NO_OUTPUT_BIAS = {"o_proj bias": "it builds Qwen3's o_proj without a bias"}
 NO_QWEN3_BIAS = NO_OUTPUT_BIAS | {"q/k/v bias": "it builds Qwen3's attention without biases"}
+NO_OTHER_ACTIVATION = {"another MLP activation": "it computes SiLU whatever the config says"}
+NO_WINDOWS = dict.fromkeys(
+    ("sliding windows", "sliding windows in some layers"), "it builds Qwen3's attention without windows"
+)
 UNGATED_TRICKS = {
     "headwise gate": "Gates that are zero (score 1/2) fold into o_proj.",
     "elementwise gate": "Gates that are zero (score 1/2) fold into o_proj.",
@@ -304,9 +308,9 @@ TARGETS = {
             services=(
                 Service("Transformers"),
                 Service("vLLM", lacks=NO_OUTPUT_BIAS),
-                Service("SGLang", lacks=NO_OUTPUT_BIAS),
-                Service("llama.cpp", lacks=NO_QWEN3_BIAS),
-                Service("MLX-LM", lacks=NO_QWEN3_BIAS),
+                Service("SGLang", lacks=NO_OUTPUT_BIAS | NO_WINDOWS),
+                Service("llama.cpp", lacks=NO_QWEN3_BIAS | NO_WINDOWS | NO_OTHER_ACTIVATION),
+                Service("MLX-LM", lacks=NO_QWEN3_BIAS | NO_WINDOWS | NO_OTHER_ACTIVATION),
             ),
         ),
         Target(
@@ -324,7 +328,10 @@ TARGETS = {
                 "hidden size not a multiple of the heads": "LlamaConfig asserts it",
             },
             biases="qkvo",
-            services=tuple(Service(engine) for engine in EVERY_ENGINE),
+            services=tuple(
+                Service(engine, lacks=NO_OTHER_ACTIVATION if engine in ("llama.cpp", "MLX-LM") else {})
+                for engine in EVERY_ENGINE
+            ),
         ),
         Target(
             "paper",

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -63,7 +64,7 @@ def read_documents(path: str | Path) -> Iterator[str]:
             yield from _pieces(file) if kind == ".txt" else _fields(file, path)
     except UnicodeDecodeError as error:
         raise ValueError(f"Text file {path} is not UTF-8 text ({error.reason}).") from error
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"Text file {path} is not a complete gzip file ({error}).") from error
 
 

@@ -131,10 +131,11 @@ def gate_histograms(report: "DiagnosisReport") -> "Figure":
 
 
 def sparsity(report: "DiagnosisReport") -> "Figure":
-    """Mean over layers of S_tau, before and after the gate, with the two controls that only scale."""
+    """Mean over the gated layers, if any, of S_tau before and after the gate, and of the controls that only scale."""
     section = report.sparsity
+    shown = section["gated_layers"] or section["layers"]
     series = {
-        "raw": section["raw"],
+        "raw": [shares for layer, shares in zip(section["layers"], section["raw"], strict=True) if layer in shown],
         "gated": section["gated"],
         "times mean score": section["mean_scaled"],
         "norm-matched": section["norm_matched"],

@@ -140,15 +140,19 @@ class OutputSparsityResult:
     """
     S_tau(y), the share of |y| < tau over tokens, heads and coordinates of the attention function's output y.
 
-    Each list is [layer][threshold]: raw, before the gate; gated, what o_proj receives; mean_scaled, y times the
-    layer's mean score; norm_matched, y times the factor that gives it the gated output's root mean square. If the gate
-    only shrank y, the last two would reach the gated sparsity. Both use S_tau(c y) = S_(tau/c)(y) on a histogram of
-    log2 |y| with 16 bins per octave. Without a multiplying gate on the SDPA output only `raw` is measured.
+    Each list is [layer][threshold]: raw, before the gate (behind `sdpa_output_norm`, if there is one); gated, what
+    o_proj receives; mean_scaled, y times the layer's mean score; norm_matched, y times the factor that gives it the
+    gated output's root mean square. If the gate only shrank y, the last two would reach the gated sparsity. Both use
+    S_tau(c y) = S_(tau/c)(y) on a histogram of log2 |y| with 16 bins per octave.
+
+    layers are those of `raw`; gated_layers, with a multiplying gate on the SDPA output, those of the other lists (None
+    without any).
     """
 
     tokens: int
     skipped_forwards: int
     layers: list[int]
+    gated_layers: list[int]
     thresholds: list[float]
     raw: list[list[float]]
     gated: list[list[float]] | None
@@ -180,12 +184,24 @@ class OutputSparsity(Probe):
             return
         for layer, module in self.modules.items():
             if (target := getattr(module, self.reader.module, None)) is not None:
+                if self._gate_sees_raw(layer):
+                    yield target.register_forward_pre_hook(functools.partial(self._see_input, self._sums[layer]))
                 yield target.register_forward_hook(functools.partial(self._see_scores, self._sums[layer], module))
                 yield module.o_proj.register_forward_pre_hook(functools.partial(self._see_gated, self._sums[layer]))
 
+    def _gate_sees_raw(self, layer: int) -> bool:
+        """Own gates are modules that take y, behind its norm; others are fused into the attention's forward."""
+        own = self.reader is not None and self.reader.module == "attn_gate"
+        return own and hasattr(self.modules[layer], "attn_gate")
+
     def _see_raw(self, call: AttentionCall) -> None:
-        if self.layout is not None:
+        if self.layout is not None and not self._gate_sees_raw(call.layer):
             self._sums[call.layer].add_raw(call.output.flatten(2), self.layout)
+
+    @torch.no_grad()
+    def _see_input(self, sums: "_SparsitySums", module, args):
+        if self.layout is not None:
+            sums.add_raw(args[0].detach().flatten(2), self.layout)
 
     @torch.no_grad()
     def _see_scores(self, sums: "_SparsitySums", attention, module, args, output):
@@ -202,18 +218,19 @@ class OutputSparsity(Probe):
         """The measurement so far. Raises ValueError when nothing was measured."""
         self.require_observations()
         sums = {layer: s for layer, s in self._sums.items() if s.count}
-        gated = [s for s in sums.values() if s.gated_count]
-        complete = bool(gated) and len(gated) == len(sums)
+        with_gate = {layer: s for layer, s in sums.items() if s.gated_count}
+        gated = list(with_gate.values()) or None
         return OutputSparsityResult(
             tokens=self.tokens,
             skipped_forwards=self.skipped_forwards,
             layers=list(sums),
+            gated_layers=list(with_gate),
             thresholds=list(self.thresholds),
             raw=[s.raw_shares() for s in sums.values()],
-            gated=[s.gated_shares() for s in gated] if complete else None,
-            mean_scaled=[s.scaled_shares(s.mean_score) for s in gated] if complete else None,
-            norm_matched=[s.scaled_shares(s.norm_ratio) for s in gated] if complete else None,
-            mean_score=[s.mean_score for s in gated] if complete else None,
+            gated=gated and [s.gated_shares() for s in gated],
+            mean_scaled=gated and [s.scaled_shares(s.mean_score) for s in gated],
+            norm_matched=gated and [s.scaled_shares(s.norm_ratio) for s in gated],
+            mean_score=gated and [s.mean_score for s in gated],
         )
 
 

@@ -13,8 +13,9 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.utils import handle_non_serializable, make_table, setup_logging
 
 from ..convert.tensor_files import one_line
+from ..diagnostics.figures import new_figure
 from .card import add_results, check_folder
-from .compare import compare
+from .compare import Comparison, compare
 from .harness import BOS_POLICIES, probe_names
 from .report import to_markdown, write
 from .run import MODEL_CLASS, Job, load, parse, run
@@ -55,14 +56,16 @@ def evaluate_command(
     setup_logging()
     named = [] if model is None else ["--model", MODEL_CLASS, "--model_args", json.dumps({"pretrained": model})]
     config = parse([*named, *harness_arguments])
-    names, policies = probe_names(probes), bos.split(",")
+    names, policies = probe_names(probes), [policy.strip() for policy in bos.split(",")]
+    if "" in policies or len(set(policies)) < len(policies):
+        raise ValueError(f"--bos {bos!r} names a policy twice, or an empty one: give each once, as in auto,none.")
     if config.model == MODEL_CLASS:
         if not config.model_args.get("pretrained"):
             raise ValueError("No model was named: give MODEL first, or --model_args pretrained=MODEL.")
         if against is None:
-            config.model_args |= {"bos": bos} if bos != "auto" else {}
+            config.model_args |= {"bos": policies[0]} if policies != ["auto"] else {}
             config.model_args |= {"probes": names} if names else {}
-    elif names or bos != "auto" or against:
+    elif names or policies != ["auto"] or against:
         raise ValueError(f"--probes, --bos and --against belong to the model class {MODEL_CLASS}: leave --model out.")
     if against is None and len(policies) > 1:
         raise ValueError(f"--bos {bos} names several policies: that is for --against; choose one of {BOS_POLICIES}.")
@@ -88,6 +91,8 @@ def _check_targets(config: EvaluatorConfig, against: str | None, card: bool) -> 
     """ValueError for places that results cannot be written to, before anything is computed."""
     if config.output_path and any(p.is_file() for p in (Path(config.output_path), *Path(config.output_path).parents)):
         raise ValueError(f"--output_path {config.output_path} is, or lies below, a file: name a folder.")
+    if config.output_path and against is not None:
+        new_figure(1, 1)  # a missing matplotlib is told before the work, not after
     if card:
         check_folder(Path(str(config.model_args.get("pretrained"))))
     if against is not None and (config.wandb_args or config.trackio_args):
@@ -98,24 +103,32 @@ def _compare(
     job: Job, against: str, names: list[str], policies: list[str], noise_floor: str, show: Callable[[str], None]
 ) -> dict[str, Any]:
     """Compares under each policy, prints and writes the report; returns the model's results under the first policy."""
-    comparisons = [
-        compare(
-            job,
-            against,
-            bos=policy,
-            probes=names,
-            noise_floor=noise_floor,
-            progress=lambda text: sys.stderr.write(f"{text}\n"),
-        )
-        for policy in policies
-    ]
+    comparisons = []
+    try:
+        for policy in policies:
+            comparisons.append(
+                compare(
+                    job,
+                    against,
+                    bos=policy,
+                    probes=names,
+                    noise_floor=noise_floor,
+                    progress=lambda text: sys.stderr.write(f"{text}\n"),
+                )
+            )
+    finally:
+        if comparisons:  # also where a later policy fails
+            _report(job, comparisons, show)
+    return comparisons[0].results["model"]
+
+
+def _report(job: Job, comparisons: list[Comparison], show: Callable[[str], None]) -> None:
     show(to_markdown(comparisons))
     if job.config.output_path:
         for path in write(comparisons, Path(job.config.output_path), samples=job.config.log_samples):
             show(str(path))
     else:
         show("Nothing was saved: --output_path FOLDER writes this table, all numbers as JSON, and a picture.")
-    return comparisons[0].results["model"]
 
 
 def _tables(results: dict[str, Any], with_config: bool) -> str:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from ..convert.extend_context import context_length
+from ..convert.loading import plain_errors, refuse_lost_gates
 from .probes import COLLECTORS, TaskProbes
 
 
@@ -33,11 +34,16 @@ class TruncationError(ValueError):
 
 
 class WholeModel:
-    """AutoModelForCausalLM, for checkpoints that have all weights: the library makes up what is not there."""
+    """
+    AutoModelForCausalLM, for checkpoints that have all weights and no gates besides: the library makes up what is not
+    there, and leaves out what it has no place for.
+    """
 
     @staticmethod
     def from_pretrained(name: str, **options) -> torch.nn.Module:
-        model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+        with plain_errors(name):
+            model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+        refuse_lost_gates(name, info)
         if absent := sorted(info["missing_keys"]):
             raise ValueError(
                 f"{name} has no weights for {len(absent)} tensors of {type(model).__name__}, the first {absent[0]!r}, "
@@ -63,9 +69,9 @@ class GatedLlamaLM(HFLM):
     Args:
         pretrained: Hub id, folder, .gguf file, or a loaded model (then with `tokenizer`).
         bos: `"auto"`, what tokenizer and harness do; `"none"`, no beginning-of-sequence token anywhere (perplexity
-            then starts at the second token); `"always"`, exactly one before every request; or a token of the
-            vocabulary, which then is that one. An empty context still has the token to condition on, and a token
-            that a chat template uses as markup stays.
+            then starts at the second token, and per word or byte comes out lower for it); `"always"`, exactly one
+            before every request; or a token of the vocabulary, which then is that one. An empty context still has
+            the token to condition on, and a token that a chat template uses as markup stays.
         probes: names out of `"gates"` and `"sink"`; a list, or one string such as `"gates,sink"`.
         on_truncation: `"error"`, or `"count"`: cut as the harness does and report how many prompts were.
         options: as for `HFLM`.
@@ -226,7 +232,8 @@ class GatedLlamaLM(HFLM):
         for start in range(0, len(windows) + len(padding), size):
             batch = (windows + padding)[start : start + size]
             scores = self._loglikelihood_tokens([w for _, w in batch], disable_tqdm=True, override_bs=len(batch))
-            for (index, _), (score, _) in zip(batch[: len(windows) - start], scores, strict=False):
+            real = max(0, len(windows) - start)  # what follows is padding, whose scores count for nothing
+            for (index, _), (score, _) in zip(batch[:real], scores, strict=False):
                 totals[index] += score
                 pending[index] -= 1
                 if not pending[index]:
@@ -266,14 +273,21 @@ class GatedLlamaLM(HFLM):
         return room
 
     def count_truncated(self, tasks: dict[str, Task]) -> dict[str, int]:
-        """Requests of each task that are cut, whether they were answered now or came from a cache."""
+        """
+        Requests of each task that are cut, whether they were answered now or came from a cache.
+
+        Every process must call it: each holds a share of the requests.
+        """
         if self.on_truncation == "error":
             return {}
-        counts = {
-            name: sum(len(self.request_ids(request)) > self.room(request) for request in task.instances)
-            for name, task in tasks.items()
-        }
-        return {name: count for name, count in counts.items() if count}
+        counts = [
+            sum(len(self.request_ids(request)) > self.room(request) for request in task.instances)
+            for task in tasks.values()
+        ]
+        if self.world_size > 1:
+            shares = self.all_gather(torch.tensor(counts, device=self.device))
+            counts = shares.view(self.world_size, -1).sum(0).tolist()
+        return {name: count for name, count in zip(tasks, counts, strict=True) if count}
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, override_bs=None):
         self._check_fit(

@@ -190,8 +190,7 @@ def write(comparisons: list[Comparison], folder: Path, samples: bool = False) ->
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "comparison.md"]
     written[0].write_text(to_markdown(comparisons), encoding="utf-8")
-    for comparison in comparisons:
-        stem = "comparison" if len(comparisons) == 1 else "comparison-" + re.sub(r"\W", "", comparison.bos)
+    for comparison, stem in zip(comparisons, _stems([comparison.bos for comparison in comparisons]), strict=True):
         content = json.dumps(to_dict(comparison), indent=1, default=handle_non_serializable, ensure_ascii=False)
         (folder / f"{stem}.json").write_text(content + "\n", encoding="utf-8")
         draw(comparison, folder / f"{stem}.png")
@@ -199,6 +198,15 @@ def write(comparisons: list[Comparison], folder: Path, samples: bool = False) ->
         if samples:
             written += _write_samples(comparison, folder / stem.replace("comparison", "samples"))
     return written
+
+
+def _stems(policies: list[str]) -> list[str]:
+    """Names of files, one for each policy; what a name cannot hold is left out of it."""
+    if len(policies) == 1:
+        return ["comparison"]
+    names = [re.sub(r"\W", "", policy) for policy in policies]
+    unique = [name if name and names.count(name) == 1 else f"{place}{name}" for place, name in enumerate(names, 1)]
+    return [f"comparison-{name}" for name in unique]
 
 
 def _write_samples(comparison: Comparison, folder: Path) -> list[Path]:

@@ -29,7 +29,7 @@ PAPER = {
 }
 
 MODELS = tuple(PAPER)
-SHORTEST = 1024  # below, some of the generators never find a prompt that fits
+SHORTEST, LEAST_ROOM = 1024, 896  # tokens; below, some of the generators never find a prompt that fits
 
 
 @dataclass
@@ -99,11 +99,18 @@ def run_ruler(
     """
     if min(lengths) < SHORTEST:
         raise ValueError(f"length {min(lengths)} is too short for RULER, whose prompts need about {SHORTEST} tokens.")
+    if not 0 <= reserve <= min(lengths) - LEAST_ROOM:
+        raise ValueError(
+            f"--reserve {reserve} must be between 0 and {min(lengths) - LEAST_ROOM} at length {min(lengths)}: RULER's "
+            f"prompts need about {LEAST_ROOM} tokens."
+        )
     for folder in models.values():
         find_folder(folder, None)
     tokenizer = models.get("gated") or next(iter(models.values()))
     jobs = {length: _job(tokenizer, length - reserve, tasks, arguments, data_roots) for length in sorted(lengths)}
     check_tasks(next(iter(jobs.values())))
+    if "on_truncation" in _shared(jobs):
+        raise ValueError("RULER's prompts are never cut: leave on_truncation out of --model_args, and see --reserve.")
     ruler = Ruler(dict(models), reserve)
     asked: dict[int, dict] = {}
     for label, folder in models.items():

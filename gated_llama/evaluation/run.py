@@ -26,6 +26,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker, TrackioLogger, WandbLogger
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Kind
+from lm_eval.utils import simple_parse_args_string
 
 from ..convert.tensor_files import one_line
 from .cache import cache_name
@@ -74,17 +75,23 @@ def parse(arguments: Sequence[str]) -> EvaluatorConfig:
     with the harness's usage message and code 2, as there.
     """
     options = HarnessCLI()._parser.parse_args(["run", *arguments])
-    options.include_path = [
-        str(TASKS),
-        *([str(Path(options.include_path).absolute())] if options.include_path else []),
-    ]
-    if options.model is None and options.config is None:
+    below = EvaluatorConfig.load_yaml_config(options.config) if options.config else {}
+    places = options.include_path or below.get("include_path") or []
+    places = [places] if isinstance(places, str) else places
+    options.include_path = [str(TASKS), *(str(Path(place).absolute()) for place in places)]
+    if options.model is None and "model" not in below:
         options.model = MODEL_CLASS
+    if below.get("model_args") and options.model_args:  # the harness would let the flag replace all of the file's
+        options.model_args = _model_args(below["model_args"]) | _model_args(options.model_args)
     _check_numbers(options)
     config = EvaluatorConfig.from_cli(options)
     if not config.tasks:
         raise ValueError("No task was named: pass --tasks, such as --tasks hellaswag; `lm_eval ls tasks` lists them.")
     return config
+
+
+def _model_args(given: str | dict) -> dict:
+    return simple_parse_args_string(given) if isinstance(given, str) else given
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
@@ -275,12 +282,13 @@ def evaluate(job: Job, model: LM, tracker: EvaluationTracker | None = None) -> d
         confirm_run_unsafe_code=config.confirm_run_unsafe_code,
         metadata=config.metadata,
     )
+    truncated = model.count_truncated(job.tasks) if ours else {}  # of all processes, so on each of them
     if results is not None:
         results["config"]["model"] = config.model
         if ours:
             _add_token_perplexity(results, job.tasks, model)
             _add_unmeasured(results, job.tasks)
-            results["config"]["truncated_prompts"] = model.count_truncated(job.tasks)
+            results["config"]["truncated_prompts"] = truncated
     return results
 
 

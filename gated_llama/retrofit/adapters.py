@@ -96,7 +96,8 @@ def gate_adapter_config(
         if foreign:
             raise ValueError(f"{', '.join(sorted(foreign))}: for LoRA, and without projections there is none.")
         return LNTuningConfig(target_modules=["g_proj"], **options)
-    whole = ["g_proj", *(options.pop("modules_to_save", None) or ())]
+    others = options.pop("modules_to_save", None) or ()
+    whole = ["g_proj", *([others] if isinstance(others, str) else others)]
     options.setdefault("bias", "lora_only" if biases else "none")
     targets = [PROJECTIONS[name] for name in names]
     return LoraConfig(target_modules=targets, modules_to_save=list(dict.fromkeys(whole)), **options)

@@ -13,8 +13,9 @@ from transformers.utils import logging
 
 from ..diagnostics import Activations, FirstTokenAttention, GateScores, decoder_of
 from ..diagnostics.gates import gate_modules
+from .losses import plain_name
 from .settings import Settings, in_steps
-from .trainer import RetrofitTrainer, matches, plain_name
+from .trainer import RetrofitTrainer, matches
 
 
 logger = logging.get_logger(__name__)
@@ -35,7 +36,8 @@ class Interruption(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if threading.current_thread() is threading.main_thread():
             numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-            self._previous = {number: signal.signal(number, self._hear) for number in numbers}
+            heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's stays
+            self._previous = {number: signal.signal(number, self._hear) for number in heard}
 
     def _hear(self, number, frame):
         if self.asked:
@@ -48,9 +50,8 @@ class Interruption(TrainerCallback):
             distributed.all_reduce(asked, distributed.ReduceOp.MAX)
             self.asked = bool(asked)
         if self.asked and state.global_step < state.max_steps:
-            self.happened = control.should_save = control.should_training_stop = True
-        # What was summed since the last log is in no checkpoint.
-        control.should_log |= control.should_save
+            self.happened = control.should_training_stop = control.should_save = True
+            control.should_log = True  # what was summed since the last log is in no checkpoint
 
     def release(self):
         """Gives the signals back; call it whatever way training ended."""

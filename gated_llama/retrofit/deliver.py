@@ -81,11 +81,11 @@ def transplant_checkpoint(
             model, rows, first, first_token=first_token, granularity=granularity, options=options, progress=progress
         )
         written = dtype or loadable.stored_dtype
-        gated = _rounded(gated, written)
+        _round(gated, written)
         progress("measuring the result", 0, 1)
-        report.measures.update(_measures(model, gated.float(), held_out, first))
-        gated = gated.to(getattr(torch, written))
+        report.measures.update(_measures(model, gated, held_out, first))
         progress("measuring the result", 1, 1)
+        gated = gated.to(getattr(torch, written))
         with building(output, sum(tensor.nbytes for tensor in gated.state_dict().values())) as folder:
             dropped = _write(gated, plain, folder, first, max_shard_size)
             card = model_card(
@@ -105,12 +105,16 @@ def transplant_checkpoint(
     return report
 
 
-def _rounded(gated: nn.Module, dtype: str) -> nn.Module:
-    """The model as it will be written; ValueError where that overflows."""
-    gated = gated.to(getattr(torch, dtype))
-    if broken := [name for name, tensor in gated.state_dict().items() if not tensor.isfinite().all()]:
-        raise ValueError(f"{broken[0]!r} passes the largest {dtype}: write bfloat16 or float32.")
-    return gated
+def _round(gated: nn.Module, dtype: str) -> None:
+    """
+    Rounds the weights, in float32, to what `dtype` holds; ValueError where that overflows.
+
+    Not with `to`, which would round rotary frequencies too, and these are not in the file.
+    """
+    for name, parameter in gated.named_parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype)).float()
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name!r} passes the largest {dtype}: write bfloat16 or float32.")
 
 
 def _rows(tokenizer, calibration: Sequence, tokens: int, context: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

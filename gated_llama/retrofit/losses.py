@@ -20,8 +20,15 @@ from .settings import Loss
 
 
 BLOCK = 1 << 21  # elements of float32 that are held at a time: a few times the processor's cache
+# What accelerate, FSDP, checkpointing and torch.compile put into the names of modules and parameters.
+WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)(?=\.|$)")
 RESIDUAL_NORMS = re.compile(r"(^|\.)(layers\.\d+\.(input|post_attention)_layernorm|model\.norm)$")
 MLP_OUTPUTS = re.compile(r"(^|\.)layers\.\d+\.mlp\.down_proj$")
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without what wrappers add."""
+    return WRAPPERS.sub(r"\1", name).replace("..", ".").strip(".")
 
 
 @dataclass
@@ -81,7 +88,7 @@ def _norms(model: nn.Module, kept: list):
     def keep(module, args, output):
         kept.extend((args[0], output))
 
-    norms = [module for name, module in model.named_modules() if RESIDUAL_NORMS.search(name)]
+    norms = [module for name, module in model.named_modules() if RESIDUAL_NORMS.search(plain_name(name))]
     return [norm.register_forward_hook(keep) for norm in norms]
 
 
@@ -89,7 +96,7 @@ def _down_proj(model: nn.Module, kept: list):
     def keep(module, args):
         kept.append(args[0])
 
-    modules = [module for name, module in model.named_modules() if MLP_OUTPUTS.search(name)]
+    modules = [module for name, module in model.named_modules() if MLP_OUTPUTS.search(plain_name(name))]
     return [module.register_forward_pre_hook(keep) for module in modules]
 
 
@@ -253,12 +260,17 @@ def outlier(batch: Batch, settings: Loss) -> torch.Tensor:
 def _excess(states: torch.Tensor, tau: float) -> torch.Tensor:
     """[batch, seq, width] -> [batch, seq]"""
     states = states.float()
-    normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny)
+    # The gradient at a state of zeros takes this to the power -3/2, so it is not the smallest number there is.
+    normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + 1e-12)
     return (normed.abs() - tau).relu().square().sum(dim=-1)
 
 
 def sink(batch: Batch, settings: Loss) -> torch.Tensor:
-    """relu(a_i0 - eps), mean over layers, heads and all queries but the first; a_i0 = exp(s_i0 - LSE_i)."""
+    """
+    relu(a_i0 - eps), mean over layers, heads and all queries but the first; a_i0 = exp(s_i0 - LSE_i).
+
+    A first key that is hidden from its row (`first_key_dropout`) counts as if it were seen.
+    """
     layers = [first_key_attention(*call)[:, :, 1:] for call in batch.student.keys]
     return torch.stack([(weights - settings.eps).relu().mean() for weights in layers]).mean()
 

@@ -60,6 +60,7 @@ TRAINING_FIXED = {
     "auto_find_batch_size": "a run with another batch size would be another run",
     "save_only_model": "a run that is stopped could not be continued",
     "ignore_data_skip": "a run that is continued would read the same rows again",
+    "accelerator_config": "it would change the batch after rows were counted",
     "push_to_hub": "upload the folder `model` of the finished run",
 }
 
@@ -291,9 +292,10 @@ def _check(settings: Settings) -> None:
             _at_least(f"gates.{name}", rate, 0)
     for name, loss in settings.losses.items():
         _at_least(f"losses.{name}.weight", loss.weight, 0)
-        for option in ("tau", "worst_token_weight", "first_token_weight", "eps"):
+        # A token counts once by itself.
+        for option, least in (("tau", 0), ("worst_token_weight", 1), ("first_token_weight", 0), ("eps", 0)):
             if hasattr(loss, option):
-                _at_least(f"losses.{name}.{option}", getattr(loss, option), 0)
+                _at_least(f"losses.{name}.{option}", getattr(loss, option), least)
     if not any(loss.weight for loss in settings.losses.values()):
         raise ValueError("Every weight in losses is 0: there is nothing to train for.")
     if not 0 <= settings.seed < 2**32:
@@ -417,8 +419,8 @@ def _check_schedule(arguments: TrainingArguments) -> None:
     name, options = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs
     warmup, steps = arguments.get_warmup_steps(arguments.max_steps), arguments.max_steps
     try:
-        get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, steps, options)
-    except (ValueError, TypeError) as error:
+        get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=arguments.learning_rate), warmup, steps, options)
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(
             f"training.lr_scheduler_kwargs={options} does not fit lr_scheduler_type={name.value}: {one_line(error)}"
         ) from error

@@ -2,7 +2,6 @@
 
 import fnmatch
 import math
-import re
 from pathlib import Path
 
 import torch
@@ -13,12 +12,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ..convert.tokenizer import copy_files
 from ..diagnostics.corpus import with_first
 from .data import Rows, draw
-from .losses import LOSSES, Batch, Record, hidden_first_key, recording, student_kinds
+from .losses import LOSSES, Batch, Record, hidden_first_key, plain_name, recording, student_kinds
 from .settings import PARTS, Gates, Settings, Stage, in_steps
-
-
-# What accelerate, FSDP and torch.compile put into the names of parameters.
-WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)(?=\.)")
 
 
 class RetrofitTrainer(Trainer):
@@ -71,7 +66,7 @@ class RetrofitTrainer(Trainer):
             raise ValueError("FSDP and DeepSpeed fix at the start what is trained: make each stage a run of its own.")
         self.loss_is_scaled_for_ga = True
         self.source = None if source is None else frozen(source, args)
-        self.add_callback(_Stages(self))
+        self.add_callback(_Steps(self))
 
     # Losses.
 
@@ -144,11 +139,13 @@ class RetrofitTrainer(Trainer):
             logs |= self._gate_rate(logs["learning_rate"]) | {"tokens": self.state.global_step * self.tokens_per_step}
             self._sums = {}
         super().log(logs, start_time)
-        if not math.isfinite(logs.get("loss", 0.0)):
-            raise ValueError(
-                f"The loss is {logs['loss']} at step {self.state.global_step}: lower the learning rate, or the weight "
-                "of the term that grew; earlier checkpoints are as they were."
-            )
+        # Before a checkpoint is written. In float16 gradients overflow now and then, and their step is left out.
+        for name in ("loss",) if self.args.fp16 else ("loss", "grad_norm"):
+            if not math.isfinite(logs.get(name, 0.0)):
+                raise ValueError(
+                    f"The {name} is {logs[name]} at step {self.state.global_step}: lower the learning rate, or the "
+                    "weight of the term that grew; earlier checkpoints are as they were."
+                )
 
     def _gate_rate(self, rate: float) -> dict[str, float]:
         starts = {group["name"]: group["initial_lr"] for group in self.optimizer.param_groups}
@@ -223,12 +220,17 @@ class RetrofitTrainer(Trainer):
         plain.save_pretrained(output_dir, state_dict={k: v for k, v in state_dict.items() if k not in tied})
 
 
-class _Stages(TrainerCallback):
+class _Steps(TrainerCallback):
+    """Enters stages; logs what is saved and the last step, since sums since the last log are in no checkpoint."""
+
     def __init__(self, trainer: RetrofitTrainer):
         self.trainer = trainer
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.enter_stage(state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log |= control.should_save or state.global_step >= state.max_steps
 
 
 def frozen(source: nn.Module, args: TrainingArguments) -> nn.Module:
@@ -261,16 +263,11 @@ def matches(name: str, patterns) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers add."""
-    return WRAPPERS.sub(r"\1", name).replace("..", ".").lstrip(".")
-
-
 def parameter_groups(model: nn.Module, settings: Settings) -> dict[str, str]:
     """
     Name -> group of every parameter that some stage trains: "gates", "vectors" (one-dimensional) or "weights".
 
-    Raises ValueError for a pattern that matches nothing.
+    Raises ValueError for a pattern that matches nothing, and for a gates' learning rate where no stage trains gates.
     """
     names = [name for name, _ in model.named_parameters()]
     patterns = settings.gates.parameters
@@ -287,6 +284,8 @@ def parameter_groups(model: nn.Module, settings: Settings) -> dict[str, str]:
         if any(trains(stage, name, settings.gates) for stage in settings.stages):
             vector = "vectors" if parameter.ndim < 2 else "weights"
             groups[name] = "gates" if matches(name, patterns) else vector
+    if "gates" not in groups.values() and (settings.gates.learning_rate, settings.gates.multiplier) != (None, None):
+        raise ValueError("No stage trains gates, which have a learning rate of their own: leave it out, or add gates.")
     return groups
 
 

@@ -23,6 +23,7 @@ from ..convert.loading import Loadable
 from ..diagnostics.corpus import first_token, read_documents, with_first
 from .callbacks import Clock, Interruption, Report, Watch
 from .data import Rows, mix_rows, same_tokens, token_stream
+from .losses import plain_name
 from .settings import Settings, training_arguments
 from .targets import stored_targets, unfinished
 from .trainer import RetrofitTrainer, check_run, parameter_groups
@@ -139,6 +140,8 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
     )
     watched = watched_rows(settings, tokenizer, rows, cache)
     check_size(loadable, rows, settings, student_bos)
+    if source is not None:
+        check_positions(source, settings, source_bos)
     kl = settings.losses.get("kl")
     if kl is not None and kl.targets is not None:
         rows.targets = kept_targets(settings, arguments, rows, source, source_bos, say)
@@ -214,13 +217,19 @@ def watched_rows(settings: Settings, tokenizer, rows: Rows, cache: Path) -> torc
     return torch.from_numpy(stream[: count * context].astype("int64")).view(count, context)
 
 
-def check_size(loadable: Loadable, rows: Rows, settings: Settings, student_bos: int | None) -> None:
-    positions, context = loadable.config.max_position_embeddings, settings.data.context + (student_bos is not None)
-    if context > positions:
+def check_positions(loadable: Loadable, settings: Settings, bos: int | None) -> None:
+    """ValueError for rows that are longer than what the model was made for."""
+    positions = getattr(loadable.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and settings.data.context + (bos is not None) > positions:
         raise ValueError(
             f"data.context={settings.data.context} with the first token passes the {positions} positions of "
             f"{loadable}: choose a smaller one, or stretch it with `gated-llama extend-context`."
         )
+
+
+def check_size(loadable: Loadable, rows: Rows, settings: Settings, student_bos: int | None) -> None:
+    """ValueError for rows that the student is too small for."""
+    check_positions(loadable, settings, student_bos)
     largest = max(int(stream.max()) for stream in rows.streams.values())
     if largest >= loadable.config.vocab_size:
         raise ValueError(
@@ -331,7 +340,7 @@ def report(trainer: RetrofitTrainer, output: Path, *, complete: bool) -> Trainin
     """What is known of the run; on the main process also written to training.json."""
     settings, state = trainer.settings, trainer.state
     # The library's summary of a run counts this session alone.
-    entries = (entry for entry in state.log_history if "train_runtime" not in entry)
+    entries = (entry for entry in state.log_history if "train_loss" not in entry)
     log = [{key: value for key, value in entry.items() if key != "epoch"} for entry in entries]
     seconds = next((entry["seconds"] for entry in reversed(log) if "seconds" in entry), 0.0)
     tokens = state.global_step * trainer.tokens_per_step
@@ -339,7 +348,7 @@ def report(trainer: RetrofitTrainer, output: Path, *, complete: bool) -> Trainin
     if trainer.args.should_save:
         sizes = Counter()
         for name, parameter in trainer.model.named_parameters():
-            sizes[trainer.groups.get(name, "frozen")] += parameter.numel()
+            sizes[trainer.groups.get(plain_name(name), "frozen")] += parameter.numel()
         record = {
             "complete": complete,
             "steps": found.steps,
