@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import typing
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from huggingface_hub.errors import NotASafetensorsRepoError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import gated_llama_cli
@@ -456,6 +458,16 @@ def test_inspect_fetches_no_weights(monkeypatch, gated):
     assert found.gate_parameters == local.gate_parameters
     assert found.files == {"model.safetensors": 4 * found.parameters}
     assert found.problems == []
+    next(iter(remote.files_metadata.values())).tensors["model.norm.weight"].dtype = "F8_E4M3"
+    with pytest.raises(ValueError, match=r"model.norm.weight is stored as F8_E4M3; only F32, BF16, F16 are read"):
+        inspection.inspect_checkpoint("somebody/model")
+
+    def fail(repo, revision):
+        raise NotASafetensorsRepoError(f"'{repo}' is not a safetensors repo.")
+
+    monkeypatch.setattr(inspection, "get_safetensors_metadata", fail)
+    with pytest.raises(ValueError, match="has no safetensors that can be read"):
+        inspection.inspect_checkpoint("somebody/model")
 
 
 # Demo
@@ -489,20 +501,44 @@ def test_demo_ends_with_a_transplant(cli, tmp_path, monkeypatch):
 
 def test_demo_replaces_its_own_files_only(tmp_path):
     folder = tmp_path / "demo"
-    demo_command.prepare(folder, overwrite=False)
+    demo_command.prepare(folder, overwrite=False, source="somebody/model")
     assert not folder.exists()
     (folder / "gated").mkdir(parents=True)
     (folder / demo_command.MARKER).write_text("{}")
     (folder / "mine.txt").write_text("kept")
-    demo_command.prepare(folder, overwrite=False)
+    demo_command.prepare(folder, overwrite=False, source="somebody/model")
     assert not (folder / "gated").exists()
     assert (folder / "mine.txt").read_text() == "kept"
 
     (folder / demo_command.MARKER).unlink()
     with pytest.raises(ValueError, match="--overwrite"):
-        demo_command.prepare(folder, overwrite=False)
-    demo_command.prepare(folder, overwrite=True)
+        demo_command.prepare(folder, overwrite=False, source="somebody/model")
+    demo_command.prepare(folder, overwrite=True, source="somebody/model")
     assert (folder / "mine.txt").read_text() == "kept"
+
+
+def test_demo_leaves_its_own_source_alone(cli, source, tmp_path):
+    folder = tmp_path / "demo"
+    (folder).mkdir()
+    (folder / demo_command.MARKER).write_text("{}")
+    (folder / demo_command.PICTURE).write_text("of an earlier model")
+    shutil.copytree(source, folder / "transplanted")
+    code, _, err = cli("demo", "--model", folder / "transplanted", "--out", folder)
+    assert (code, "makes anew: name another --out" in " ".join(err.split())) == (2, True)
+    assert (folder / "transplanted" / "config.json").is_file()
+    demo_command.prepare(folder, overwrite=False, source=str(source))
+    assert [path.name for path in folder.iterdir()] == [demo_command.MARKER]
+
+
+def test_what_nohup_ignores_stays_ignored():
+    code = """
+import signal, gated_llama_cli
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+gated_llama_cli.stop_cleanly()
+assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
 def test_demo_says_when_a_step_fails(cli, source, tmp_path, monkeypatch):

@@ -88,6 +88,11 @@ def test_texts_are_read_from_txt_and_jsonl(tmp_path):
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
         assert corpora.read_texts(tmp_path / f"{name}.gz")[0] == corpora.read_texts(tmp_path / name)[0]
+    damaged = bytearray(gzip.compress(b"one two three " * 100))
+    damaged[20] ^= 255
+    (tmp_path / "d.txt.gz").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"d.txt.gz is not a complete gzip file"):
+        corpora.read_texts(tmp_path / "d.txt.gz")
     built_in, _ = corpora.read_texts(None)
     assert len(built_in[0]) > 20_000
     (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n', encoding="utf-8")

@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from gated_llama.evaluation.card import add_results
 from gated_llama.evaluation.command import main
 from gated_llama.evaluation.documents import openings
 from gated_llama.evaluation.programs import passes
-from gated_llama.evaluation.report import to_markdown, write
+from gated_llama.evaluation.report import _stems, to_markdown, write
 from gated_llama.evaluation.run import TASKS, local_data, parse
 from gated_llama.evaluation.statistics import SCALES, interval, mcnemar, paired
 from gated_llama_cli import eval as eval_command
@@ -354,7 +355,7 @@ def test_command_hands_the_harness_its_flags(command, identity, tmp_path):
 def test_command_compares(command, identity, tmp_path):
     result = command(
         identity, "--against", STORIES, "--tasks", "hellaswag", "--limit", "2", "--noise-floor", "off",
-        "--output_path", tmp_path, "--bos", "auto,none", "--model_args", "dtype=float32", "--log_samples",
+        "--output_path", tmp_path, "--bos", "auto, none", "--model_args", "dtype=float32", "--log_samples",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert result.stdout.count("identical, to the last digit") == 2
@@ -369,6 +370,8 @@ def test_command_compares(command, identity, tmp_path):
     [
         (["--tasks", "hellaswag"], "No model was named"),
         (["--tasks", "hellaswag", "--model_args", "pretrained=MODEL", "--bos", "auto,none"], "several policies"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=MODEL", "--bos", "auto, auto"], "names a policy twice"),
+        (["--tasks", "hellaswag", "--model_args", "pretrained=MODEL", "--bos", "auto,"], "or an empty one"),
         (
             ["--tasks", "hellaswag", "--model", "hf", "--model_args", "pretrained=MODEL", "--probes", "sink"],
             "belong to",
@@ -405,6 +408,41 @@ def test_interrupt_says_how_to_go_on(cache, identity, tmp_path, capsys, monkeypa
     arguments = ["--tasks", "hellaswag", "--model_args", f"pretrained={identity}", "--data-root", str(ROOTS[0])]
     assert main(arguments + (["--use_cache", str(tmp_path / "answers")] if cache else [])) == 130
     assert ("goes on from the cache" if cache else "--use_cache PATH keeps answers") in capsys.readouterr().err
+
+
+def test_a_policy_that_fails_loses_nothing_of_the_others(command, identity, tmp_path):
+    result = command(
+        identity, "--against", STORIES, "--tasks", "hellaswag", "--limit", "1", "--noise-floor", "off",
+        "--output_path", tmp_path, "--bos", "none,no such token", "--model_args", "dtype=float32",
+    )  # fmt: skip
+    assert result.exit_code != 0
+    assert "identical, to the last digit" in result.stdout
+    assert (tmp_path / "comparison.md").is_file()
+
+
+def test_files_of_policies_have_names_of_their_own():
+    assert _stems(["auto"]) == ["comparison"]
+    assert _stems(["auto", "none"]) == ["comparison-auto", "comparison-none"]
+    assert _stems(["<s>", "</s>", "!"]) == ["comparison-1s", "comparison-2s", "comparison-3"]
+
+
+def test_flags_win_over_a_configuration_file_item_by_item(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("tasks: [hellaswag]\nmodel_args: {dtype: float32, pretrained: other}\ninclude_path: mine\n")
+    found = parse(["--config", str(path), "--model_args", json.dumps({"pretrained": "model"})])
+    assert found.model == "gated-llama"
+    assert found.model_args == {"dtype": "float32", "pretrained": "model"}
+    assert found.include_path[1:] == [str(Path("mine").absolute())]
+    path.write_text("tasks: [hellaswag]\nmodel: hf\nmodel_args: dtype=float32,pretrained=other\n")
+    found = parse(["--config", str(path)])
+    assert (found.model, found.model_args) == ("hf", {"dtype": "float32", "pretrained": "other"})
+
+
+def test_pictures_are_not_missed_at_the_end(command, identity, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = command(identity, "--against", STORIES, "--tasks", "hellaswag", "--output_path", tmp_path)
+    assert isinstance(result.exception, ValueError)
+    assert "Pictures need matplotlib" in str(result.exception)
 
 
 def test_missing_extra_names_the_fix(monkeypatch):

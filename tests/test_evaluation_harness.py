@@ -1,6 +1,7 @@
 """The model class `gated-llama` in lm-evaluation-harness: same numbers every way, beginnings, fits, probes, cache."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -242,6 +243,30 @@ def test_chat_template_through_the_harness(identity, monkeypatch):
     assert len(prompts) == 3
     assert all(ids[0] == 1 and ids.count(1) == 1 for ids in prompts)
     assert "assistant:" in lm.tokenizer.decode(prompts[0])  # the example is a turn of its own
+
+
+@pytest.mark.parametrize(("size", "padding"), [(2, 5), (4, 5), (8, 20), (1, 3)])
+def test_windows_that_only_keep_processes_in_step_count_for_nothing(size, padding, identity, monkeypatch):
+    """Padding may fill several batches behind the last real window."""
+    lm = GatedLlamaLM(identity, batch_size=size, max_length=16, **CPU)
+    asked = [request("loglikelihood_rolling", TEXT * 3, index=0), request("loglikelihood_rolling", TEXT, index=1)]
+    expected = lm.loglikelihood_rolling(asked, disable_tqdm=True)
+    monkeypatch.setattr(lm, "_padding", lambda windows: padding)
+    assert lm.loglikelihood_rolling(asked, disable_tqdm=True) == pytest.approx(expected, rel=1e-5)
+
+
+def test_gates_that_loading_would_lose_are_refused(random_gates, tmp_path):
+    folder = shutil.copytree(random_gates, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    kept = {name: config[name] for name in (*names, "num_key_value_heads", "tie_word_embeddings")}
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(kept | llama))
+    with pytest.raises(ValueError, match=r"holds 5 gate tensors that its architecture has no place for"):
+        GatedLlamaLM(str(folder), **CPU)
+    (folder / "config.json").write_text(json.dumps(kept | llama | {"hidden_size": 2 * kept["hidden_size"]}))
+    with pytest.raises(ValueError, match=r"tensors do not have the shapes that its config.json calls for"):
+        GatedLlamaLM(str(folder), **CPU)
 
 
 def test_none_scores_from_the_second_token(identity):

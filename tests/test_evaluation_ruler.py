@@ -109,6 +109,15 @@ def test_lengths_that_hold_no_prompt_are_refused(long_base, tmp_path, capsys):
     arguments = ["--base", str(long_base), "--gated", str(long_base), "--lengths", "512", "--out", str(tmp_path)]
     assert main(arguments) == 2
     assert "length 512 is too short for RULER" in capsys.readouterr().err
+    for reserve in (512, -1):
+        with pytest.raises(ValueError, match=rf"--reserve {reserve} must be between 0 and 128 at length 1024"):
+            run_ruler({"base": str(long_base)}, [LENGTH], ["ruler_fwe"], QUICK, reserve=reserve)
+
+
+def test_cut_prompts_are_no_way_out(few_words, long_base):
+    arguments = [*QUICK[:-1], "dtype=float32,on_truncation=count"]
+    with pytest.raises(ValueError, match="RULER's prompts are never cut"):
+        run_ruler({"base": str(long_base)}, [LENGTH], ["ruler_fwe"], arguments)
 
 
 def test_extended_folders_are_made_once(long_base, tmp_path):

@@ -17,6 +17,11 @@ REFUSALS = {
     "other score": ({"gate_activation": "ns_sigmoid"}, "afmoe", "gate_activation='ns_sigmoid'"),
     "constant gate": ({"gate_input": "constant"}, "paper", "gate_input='constant'"),
     "normed output": ({"sdpa_output_norm": True}, "qwen3_next", "sdpa_output_norm=True"),
+    "normed output without a gate": (
+        {"sdpa_output_norm": True, "gate_position": None},
+        "llama",
+        "sdpa_output_norm=True",
+    ),
     "no gate": ({"gate_position": None}, "qwen3_5_text", "no gate"),
     "bias of o_proj": ({"o_bias": True}, "qwen3_5_text", "o_proj bias"),
     "bias of the MLP": ({"mlp_bias": True}, "paper", "MLP bias"),

@@ -259,6 +259,24 @@ def test_a_mistake_is_found(mistake, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("absent", ["blk.0.attn_k.bias", "output.weight"])
+def test_a_tensor_that_is_left_out_is_found(absent, tmp_path, monkeypatch):
+    """llama.cpp takes both for optional; reading back finds it alone."""
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
+    build_with_tokenizer(tmp_path / "source", **ELEMENTWISE, qkv_bias=True, tie_word_embeddings=False)
+    made, written = export_module.gguf_recipes, []
+
+    def fewer(*arguments):
+        recipes = made(*arguments)
+        written.append(recipes.pop(absent))
+        return recipes
+
+    monkeypatch.setattr(export_module, "gguf_recipes", fewer)
+    with pytest.raises(ValueError, match="does not give back the source's tensors, all of them"):
+        export_checkpoint(tmp_path / "source", tmp_path / "out", target="gguf")
+    assert len(written) == 1
+
+
 def test_without_llama_cpp_the_file_is_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
     build_with_tokenizer(tmp_path / "source")

@@ -71,6 +71,35 @@ def test_extended_models_work_gated_as_ungated(source, tmp_path):
     assert torch.equal(*logits)
 
 
+def test_windows_that_held_the_whole_context_are_refused(source, tmp_path):
+    """As an export to AFMoE has them: its layers would go on to see the old length."""
+    edit(source, model_type="qwen2", sliding_window=LENGTH, use_sliding_window=True, max_window_layers=0)
+    with pytest.raises(ValueError, match=r"see a window of 512 tokens, which holds its 512 positions and would not"):
+        extend_context(source, tmp_path / "x4", factor=4)
+    edit(source, use_sliding_window=False)
+    assert extend_context(source, tmp_path / "x4", factor=4).length == 4 * LENGTH
+
+
+def test_models_without_one_rotary_table_are_refused(source, tmp_path):
+    edit(source, model_type="gemma3_text", rope_theta=1e6, rope_local_base_freq=1e4, remove=("rope_parameters",))
+    with pytest.raises(ValueError, match="rotary parameters per layer type"):
+        extend_context(source, tmp_path / "x4", factor=4)
+    edit(source, model_type="opt")
+    with pytest.raises(ValueError, match="'opt' has no rotary embeddings"):
+        extend_context(source, tmp_path / "x4", factor=4)
+    assert not (tmp_path / "x4").exists()
+
+
+def test_what_others_left_in_small_files_is_no_obstacle(source, tmp_path):
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": None}))
+    (source / "README.md").write_text("---\nlicense: [mit\n---\n\n# A card\n")
+    extend_context(source, tmp_path / "x4", factor=4)
+    card = (tmp_path / "x4" / "README.md").read_text()
+    assert card.startswith("> Context extended to 2,048 tokens")
+    assert card.endswith("# A card\n")
+
+
 def test_idempotent(source, tmp_path):
     extend_context(source, tmp_path / "a", factor=4, rope_theta=1e6)
     report = extend_context(tmp_path / "a", tmp_path / "b", factor=4, rope_theta=1e6)

@@ -225,6 +225,21 @@ def test_the_package_wins_over_the_folder_and_says_so(trust, saved, caplog, monk
         assert (f"{folder} carries a modeling_gated.py that differs" in caplog.text) == warns
 
 
+def test_other_configuration_code_is_told_too(saved, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    folder = shutil.copytree(saved[0] / "AutoModelForCausalLM", tmp_path / "model")
+    with open(folder / "configuration_gated.py", "a") as file:
+        file.write("\n# changed\n")
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert f"{folder} carries a configuration_gated.py that differs" in caplog.text
+
+
+def test_a_token_classifier_with_a_null_for_dropout(tiny_config):
+    for given, expected in ((None, 0.1), (0.25, 0.25)):
+        config = tiny_config(classifier_dropout=given)
+        assert GatedLlamaForTokenClassification(config).dropout.p == expected
+
+
 def test_folders_keep_their_code(saved, clean_process):
     """Without the package, in one process, in turn; what remote code saves is that code."""
     root, models = saved

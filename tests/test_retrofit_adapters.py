@@ -409,6 +409,10 @@ def test_the_configuration_of_peft(tiny_config):
     assert isinstance(config, LoraConfig)
     assert config.target_modules == {"mlp.up_proj"}
     assert config.modules_to_save == ["g_proj", "lm_head"]
+    assert gate_adapter_config(tiny_config(), "up_proj", modules_to_save="lm_head").modules_to_save == [
+        "g_proj",
+        "lm_head",
+    ]
     assert (config.r, config.task_type, config.bias) == (4, "CAUSAL_LM", "none")
     targets = gate_adapter_config(tiny_config()).target_modules
     assert targets == {f"self_attn.{name}_proj" for name in "qkvo"}

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gated_llama.retrofit import losses
@@ -175,6 +176,26 @@ def test_outliers_at_both_ends_of_every_residual_norm(down_proj, student):
             expected.append(total / weight)  # rows count the same
     torch.testing.assert_close(value, torch.stack(expected).mean(), rtol=1e-4, atol=1e-6)
     assert value > 0.1
+
+
+def test_a_state_of_zeros_has_a_gradient():
+    states = torch.randn(1, 4, 40).mul(torch.tensor([1.0, 0.0, 1.0, 1.0])[:, None]).requires_grad_()
+    losses.outlier(Batch(IDS[:1, :4], 4, Record(norms=[states])), Outlier(tau=1.0)).backward()
+    assert states.grad.isfinite().all()
+    assert states.grad[0, 0].any()
+
+
+def test_modules_inside_wrappers_are_recorded(student):
+    """As FSDP leaves them where activations are checkpointed."""
+    settings = Outlier(down_proj=True)
+    expected = len(batch_of(student, "outlier", settings).student.norms)
+    for index, layer in enumerate(student.model.layers):
+        student.model.layers[index] = checkpoint_wrapper(layer)
+    found = batch_of(student, "outlier", settings).student
+    assert (len(found.norms), len(found.down_proj)) == (expected, 3)
+    assert (
+        losses.plain_name("_fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module.mlp") == "model.layers.0.mlp"
+    )
 
 
 @pytest.mark.parametrize("position", [0, 5])

@@ -15,6 +15,7 @@ import yaml
 from retrofit_runs import STORIES, prepare, write
 from safetensors.torch import load_file
 
+from gated_llama.convert.extend_context import extend_context
 from gated_llama.convert.verify import verify_dtypes
 from gated_llama.retrofit.settings import LOSS_SETTINGS, PARTS, read_settings
 from gated_llama_cli import main
@@ -103,6 +104,22 @@ MISTAKES = {
     "dropout": ({"first_key_dropout": 2.0}, "first_key_dropout=2.0 must lie between 0 and 1."),
     "gap": ({"losses": {"kl": {"stop": 2}}}, "No loss is on at step 2 of 6: change a start or a stop"),
     "late start": ({"losses": {"kl": {"start": 0.5}}}, "No loss is on at step 0 of 6"),
+    "no gates to rate": ({"stages": [{"train": ["mlp"]}]}, "No stage trains gates, which have a learning rate"),
+    "batches": (
+        {"training": {"accelerator_config": {"split_batches": True}}},
+        "training.accelerator_config is not set",
+    ),
+    "half a token": ({"losses": {"outlier": {"worst_token_weight": 0.5}}}, "worst_token_weight=0.5 must be"),
+    "a rate of nothing": (
+        {
+            "training": {
+                "learning_rate": 0.0,
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr": 1e-5},
+            },
+        },
+        "training.lr_scheduler_kwargs=",
+    ),
     "never on": (
         {"losses": {"kl": 1.0, "outlier": {"start": 0.8, "stop": 0.5}}},
         "losses.outlier is never on: of 6 steps it starts at 5 and stops at 3.",
@@ -183,14 +200,25 @@ def test_paths_at_home(workshop, tmp_path, monkeypatch):
     assert [text.path for text in chosen.data.texts.values()] == [str(tmp_path / f"{name}.txt") for name in texts]
 
 
-def test_a_run_without_a_logged_step(workshop, capsys, tmp_path):
+def test_rows_beyond_the_source_are_refused(workshop, capsys, tmp_path):
+    _, recipe = workshop
+    extend_context(recipe["model"], tmp_path / "long", factor=4)
+    changes = {"model": str(tmp_path / "long"), "data": recipe["data"] | {"context": 600, "repeat": True}}
+    path = write(tmp_path, recipe, output=str(tmp_path / "run"), **changes)
+    code, message = command(path, capsys=capsys)
+    assert (code, f"passes the 512 positions of {STORIES}" in message) == (2, True)
+
+
+def test_a_short_run_logs_its_last_step(workshop, capsys, tmp_path):
     """Also when it is asked for again; what it saves may be read with a cache, as before."""
     _, recipe = workshop
     training = recipe["training"] | {"logging_steps": 100, "max_steps": 2}
     path = write(tmp_path, recipe, output=str(tmp_path / "run"), training=training)
     for _ in range(2):
         assert main(["train", str(path)]) == 0
-        assert "2 steps, 64 tokens" in " ".join(capsys.readouterr().out.split())
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "2 steps, 64 tokens" in shown
+        assert "last logged │ loss" in shown
     assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["use_cache"] is True
 
 

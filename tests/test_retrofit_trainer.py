@@ -222,6 +222,38 @@ def test_steps_between_two_logs_are_not_lost(workshop):
     assert found == {end: pytest.approx(sum(single[s] for s in span) / len(span)) for end, span in spans.items()}
 
 
+def test_the_last_step_is_logged_whatever_is_saved(workshop):
+    """Also where the library's own logs look like its summary of a run."""
+    folder, recipe = workshop
+    training = recipe["training"] | {
+        "max_steps": 5,
+        "logging_steps": 3,
+        "save_strategy": "no",
+        "include_num_input_tokens_seen": True,
+    }
+    report = run(folder, recipe, "rare", training=training)
+    assert [entry["step"] for entry in steps(report)] == [3, 5]
+
+
+def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(workshop, monkeypatch):
+    folder, recipe = workshop
+    training = recipe["training"] | {"max_steps": 4, "save_steps": 1}
+    chosen = settings(folder, recipe, output=str(folder / "broken"), training=training)
+    compute = RetrofitTrainer.compute_loss
+
+    def broken(self, model, *arguments, **options):
+        """At the third step a square root of zero is added, whose gradient is none."""
+        loss, weight = compute(self, model, *arguments, **options), next(model.parameters())
+        return loss + (weight - weight.detach()).abs().sum().sqrt() if self.state.global_step == 2 else loss
+
+    monkeypatch.setattr(RetrofitTrainer, "compute_loss", broken)
+    with pytest.raises(ValueError, match=r"The grad_norm is nan at step 3"):
+        train(chosen)
+    saved = load_file(folder / "broken" / "checkpoint-2" / "model.safetensors")
+    assert all(value.isfinite().all() for value in saved.values())
+    assert not (folder / "broken" / "checkpoint-3").exists()
+
+
 def test_an_unfinished_checkpoint_is_passed_over(workshop):
     """As a process that was killed while it wrote leaves one."""
     folder, recipe = workshop

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from gated_llama import gate_override, neutral_scores, retrofit
 from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics.probes import attention_modules, listen_to_attention
-from gated_llama.retrofit import surgery
+from gated_llama.retrofit import deliver, surgery
 from gated_llama.retrofit.calibration import scratch
 from gated_llama.retrofit.deliver import transplant_checkpoint
 from gated_llama.retrofit.fidelity import fidelity
@@ -415,6 +415,21 @@ def test_the_command_tells_what_was_done(story, tmp_path, capsys, monkeypatch):
         each["name"] for each in json.loads((tmp_path / "out" / "transplant.json").read_text())["measures"]["held_out"]
     ]
     assert names == [str(path) for path in paths]
+
+
+def test_rotary_frequencies_are_not_rounded_with_the_weights(story, tmp_path, monkeypatch):
+    """They are not in the file, so a model that is loaded from it has them whole."""
+    seen, measures = {}, deliver._measures
+
+    def watch(source, gated, *others):
+        seen.update(found=gated.model.rotary_emb.inv_freq, expected=source.model.rotary_emb.inv_freq)
+        seen.update(weight=gated.model.layers[0].self_attn.q_proj.weight.clone())
+        return measures(source, gated, *others)
+
+    monkeypatch.setattr(deliver, "_measures", watch)
+    transplant_checkpoint(STORIES, tmp_path / "out", [story], dtype="bfloat16", tokens=600, context=60)
+    assert torch.equal(seen["found"], seen["expected"])
+    assert torch.equal(seen["weight"], seen["weight"].bfloat16().float())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
