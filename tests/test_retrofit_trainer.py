@@ -25,6 +25,7 @@ from gated_llama.diagnostics import corpus
 from gated_llama.diagnostics.corpus import read_documents
 from gated_llama.retrofit import data, losses, targets
 from gated_llama.retrofit.adapters import gate_adapter_config
+from gated_llama.retrofit.callbacks import Interruption
 from gated_llama.retrofit.settings import Data, Text
 from gated_llama.retrofit.trainer import RetrofitTrainer, check_run, frozen, parameter_groups
 from gated_llama.retrofit.training import build_trainer, train
@@ -266,6 +267,21 @@ def test_an_unfinished_checkpoint_is_passed_over(workshop):
     (broken / "trainer_state.json").write_text(state[: len(state) // 2])
     (broken / "optimizer.pt").unlink()
     assert steps(train(chosen)) == steps(whole)
+
+
+def test_a_terminal_that_is_lost_is_heard_but_under_nohup():
+    for before, heard in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+        kept = signal.signal(signal.SIGHUP, before)
+        interruption = Interruption()
+        try:
+            interruption.on_train_begin(None, None, None)
+            assert (signal.getsignal(signal.SIGHUP) == interruption._hear) == heard
+            assert signal.getsignal(signal.SIGINT) == interruption._hear
+            interruption.release()
+            assert signal.getsignal(signal.SIGHUP) is before
+        finally:
+            interruption.release()
+            signal.signal(signal.SIGHUP, kept)
 
 
 def test_a_signal_is_heard_twice(workshop):

@@ -35,9 +35,11 @@ class Interruption(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if threading.current_thread() is threading.main_thread():
-            numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
-            heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's stays
-            self._previous = {number: signal.signal(number, self._hear) for number in heard}
+            names = [name for name in SIGNALS if hasattr(signal, name)]
+            if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup's wish
+                names.remove("SIGHUP")
+            numbers = [getattr(signal, name) for name in names]
+            self._previous = {number: signal.signal(number, self._hear) for number in numbers}
 
     def _hear(self, number, frame):
         if self.asked:
