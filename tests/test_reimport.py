@@ -254,3 +254,12 @@ def test_inspect_describes_gates_in_other_formats(target, tmp_path, capsys):
     assert (found["gate"]["gate_granularity"], found["offers"], found["gate_tensors"]) == ("elementwise", [], {})
     assert main(["inspect", str(tmp_path / "out")]) == 0
     assert "stored as the model's own format" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", ["step3p5", "afmoe"])
+def test_inspect_says_what_to_do_with_an_added_layer(target, tmp_path, capsys):
+    build(tmp_path / "a", gate_granularity="elementwise" if target == "afmoe" else "headwise", qk_norm=True)
+    export_checkpoint(tmp_path / "a", tmp_path / "out", target=target, verify=False)
+    assert main(["inspect", str(tmp_path / "out")]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "If it is an export of this package, whose last layer does nothing, convert it back first." in shown
