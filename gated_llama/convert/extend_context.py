@@ -192,11 +192,6 @@ def plan_extension(
 def rotary_parameters(raw: dict[str, Any]) -> dict[str, Any]:
     """The rotary parameters of a config.json, from the fields of version 5 or of earlier ones, under today's names."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(
-            f"config.json gives rotary parameters per layer type ({', '.join(rope)}): edit those by hand, since which "
-            "layers see the longer context is a choice."
-        )
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     for key in LENGTH_FREE:
         if raw.get(key) is not None:

@@ -14,14 +14,11 @@ from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingE
 
 from ..configuration_gated import GatedLlamaConfig
 from .checkpoint import GATE_TENSOR, build_config, expected_tensors
+from .exported import WITH_ADDED_LAYER
 from .imports import source_for
 from .opening import open_checkpoint
 from .sources import decoder_fields
 from .tensor_files import DTYPES, TensorInfo, one_line, read_json
-
-
-# Exports to these have one layer more, which is without effect; only its tensors tell, not their headers.
-WITH_ADDED_LAYER = ("afmoe", "step3p5")
 
 
 DECODER_FIELDS = (
@@ -176,7 +173,7 @@ def read_config(raw: Mapping[str, Any]) -> GatedLlamaConfig:
     try:
         return build_config(decoder_fields(source_for(raw), raw))
     except ValueError as error:
-        if raw.get("model_type") in WITH_ADDED_LAYER:
+        if raw.get("model_type") in WITH_ADDED_LAYER:  # the tensors tell whether it is one, not their headers
             raise ValueError(
                 f"{error} If it is an export of this package, whose last layer does nothing, convert it back first."
             ) from error
