@@ -14,15 +14,15 @@ from typing import Annotated
 
 import typer
 
-from .console import err, quiet, report_error
+from .console import INTERRUPTED, err, quiet, report_error
 
 
 COMMANDS = ("convert", "verify", "inspect", "diagnose", "export", "extend_context", "eval", "train", "demo")
 DEBUG_VARIABLE = "GATED_LLAMA_DEBUG"
-INTERRUPTED = 130  # what typer, and a shell, make of Ctrl-C
 
 app = typer.Typer(
-    help="Gated Attention for Hugging Face Transformers: convert checkpoints, prove them equal, look inside.",
+    help="Gated Attention for Hugging Face Transformers: convert checkpoints, prove them equal, look inside, "
+    "train on, evaluate, export.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -3,15 +3,25 @@
 import logging
 import os
 import warnings
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+INTERRUPTED = 130  # what typer, and a shell, make of Ctrl-C
 
 
 def byte_progress() -> Progress:
@@ -29,6 +39,28 @@ def byte_progress() -> Progress:
     )
 
 
+class Steps:
+    """A progress bar per kind of work."""
+
+    def __init__(self, title: str):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+        self.title = escape(Path(title).name)
+        self.tasks: dict[str, int] = {}
+
+    def __enter__(self) -> "Steps":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.bar.stop()
+
+    def update(self, what: str, done: int, total: int):
+        if what not in self.tasks:
+            self.tasks[what] = self.bar.add_task(f"{self.title}: {what}", total=total)
+        self.bar.update(self.tasks[what], completed=done)
+
+
 def facts(title: str, rows: list[tuple[str, str]]) -> Table:
     """A table of names and what is to be said of them."""
     table = Table(title=escape(title), title_justify="left", show_header=False)
@@ -37,6 +69,15 @@ def facts(title: str, rows: list[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(name, escape(value))
     return table
+
+
+def print_table(title: str, rows: list[list[str]]):
+    table = Table(title=escape(title), title_justify="left")
+    for index, heading in enumerate(rows[0]):
+        table.add_column(escape(heading), justify="right" if index else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    out.print(table)
 
 
 def quiet():

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 QUESTION = "Why is the sky blue? Answer in one sentence."
 NEW_TOKENS = 40
 MARKER = "demo.json"
-GATED, SAVED_AGAIN, TRANSPLANTED = "gated", "saved-again", "transplanted"
+OURS = GATED, SAVED_AGAIN, TRANSPLANTED = "gated", "saved-again", "transplanted"
+UNFINISHED = ".unfinished"
 PICTURE = "sink.png"
 
 # Of the built-in text: eight rows to fit on, and what is left of it to measure on.
@@ -48,15 +49,14 @@ def demo(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Use a folder that holds other files.")] = False,
 ):
-    """Convert a real model, prove it equal, generate, save, and load it elsewhere as remote code."""
+    """Convert a real model, prove it equal, generate, save, load it elsewhere as remote code, transplant its sink."""
     hide_bars()
     source = model or find_smollm2()
     from gated_llama.convert.loading import Loadable
 
-    run = Run(Loadable.open(source), folder)
-    prepare(folder, overwrite, source)
+    run = Run(Loadable.open(source), folder, chosen=model is not None)
+    check(folder, overwrite, source)
     run.step("convert", convert)
-    (folder / MARKER).write_text("{}")
     run.step("verify", verify)
     run.step("generate", generate)
     run.step("save again, load elsewhere", load_elsewhere)
@@ -88,6 +88,7 @@ class Run:
 
     source: "Loadable"
     folder: Path
+    chosen: bool  # by the user, so that some steps may not apply
     steps: list[Step] = field(default_factory=list)
     answer: str = ""
     report: "TransplantReport | None" = None
@@ -117,9 +118,9 @@ def find_smollm2() -> str:
     return str(files[0])
 
 
-def prepare(folder: Path, overwrite: bool, source: str):
-    """Clears what an earlier demonstration left; other files are never touched, nor is the source."""
-    ours = [folder / name for name in (GATED, SAVED_AGAIN, TRANSPLANTED)]
+def check(folder: Path, overwrite: bool, source: str):
+    """ValueError for a folder that holds what no demonstration made, or the source."""
+    ours = [folder / name for name in OURS]
     origin = Path(source).expanduser()
     if origin.exists() and any(origin.resolve().is_relative_to(path.resolve()) for path in ours):
         raise ValueError(f"--model {source} lies in what --out {folder} makes anew: name another --out.")
@@ -130,23 +131,34 @@ def prepare(folder: Path, overwrite: bool, source: str):
             f"--out {folder} holds files that no demonstration made: name another folder, or pass --overwrite to "
             f"replace {GATED}/, {SAVED_AGAIN}/ and {TRANSPLANTED}/ in it."
         )
-    for path in ours:
-        shutil.rmtree(path, ignore_errors=True)
+
+
+def clear(folder: Path):
+    """Takes away what an earlier demonstration left, and nothing else."""
+    for name in OURS:
+        shutil.rmtree(folder / name, ignore_errors=True)
     if (folder / MARKER).is_file():  # else a picture of that name is somebody else's
         (folder / PICTURE).unlink(missing_ok=True)
 
 
 def convert(run: Run) -> Outcome:
+    """Earlier results go when there is a new one to take their place."""
     from gated_llama.convert import convert_checkpoint
 
+    new = run.folder / UNFINISHED / GATED
+    shutil.rmtree(new.parent, ignore_errors=True)
     report = convert_checkpoint(
         run.source.name,
-        run.gated,
+        new,
         position="G1",
         granularity="headwise",
         policy="identity",
         progress=lambda done, total, name: run.say(f"{done / total:.0%} {name}"),
     )
+    clear(run.folder)
+    (run.folder / MARKER).write_text("{}")
+    new.rename(run.gated)
+    new.parent.rmdir()
     folded = ", ".join(f"{name} x {factor:g}" for name, factor in report.folded.items())
     gates = len(report.config.gated_layers)
     return Outcome(True, f"{report.tensors_read} tensors and {gates} headwise G1 gates at the identity; {folded}")
@@ -234,7 +246,7 @@ def clean_process(folder: Path, ids_file: Path, logits_file: Path, modules: str)
 
 
 def transplant(run: Run) -> Outcome:
-    """The sink becomes gates, fitted on the built-in text; a model without one keeps its identity gates."""
+    """The sink becomes gates, fitted on the built-in text; another model than SmolLM2 may have none."""
     if not run.source.has_tokenizer:
         return Outcome(True, "left out: the source has no tokenizer, so there is no text to fit on")
     from gated_llama.diagnostics import corpus
@@ -251,7 +263,7 @@ def transplant(run: Run) -> Outcome:
             **TRANSPLANT,
         )
     except ValueError as error:
-        return Outcome(True, f"left out: {error}")
+        return Outcome(run.chosen, f"left out: {error}")
     before, after = (run.report.measures[name] for name in ("source", "result"))
     found = f"first-token attention {before['first_token_attention']:.3f} -> {after['first_token_attention']:.3f}, "
     found += f"largest activation {before['max_activation']:,.0f} -> {after['max_activation']:,.0f}"

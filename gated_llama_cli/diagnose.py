@@ -5,10 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from .console import err, hide_bars, out
+from .console import Steps, err, hide_bars, out, print_table
 from .options import layer_list
 
 
@@ -41,8 +39,8 @@ def diagnose(
     hide_bars()
     from dataclasses import replace
 
-    from gated_llama.convert.checkpoint import building, check_output
     from gated_llama.convert.loading import Loadable
+    from gated_llama.convert.output_folder import building, check_output
     from gated_llama.convert.verify import PROOF_TEXT
     from gated_llama.diagnostics.corpus import build_corpus, read_texts
     from gated_llama.diagnostics.figures import new_figure
@@ -102,28 +100,6 @@ def check_reading(loadable, first, tokenizer, text: str, corpus):
         err.print(escape(f"Note: rows of {context} tokens go beyond the {limit} positions of {loadable}."))
 
 
-class Steps:
-    """A progress bar per kind of work."""
-
-    def __init__(self, title: str):
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
-        self.title = escape(Path(title).name)
-        self.tasks: dict[str, int] = {}
-
-    def __enter__(self) -> "Steps":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *exception):
-        self.bar.stop()
-
-    def update(self, what: str, done: int, total: int):
-        if what not in self.tasks:
-            self.tasks[what] = self.bar.add_task(f"{self.title}: {what}", total=total)
-        self.bar.update(self.tasks[what], completed=done)
-
-
 def show(report):
     from gated_llama.diagnostics.figures import both, label
     from gated_llama.diagnostics.page import (
@@ -147,12 +123,3 @@ def show(report):
             print_table(f"Interventions on {label(each)}", intervention_rows(each))
             if left_out := left_out_line(each):
                 out.print(left_out, style="dim")
-
-
-def print_table(title: str, rows: list[list[str]]):
-    table = Table(title=escape(title), title_justify="left")
-    for index, heading in enumerate(rows[0]):
-        table.add_column(escape(heading), justify="right" if index else "left", overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*map(escape, row))
-    out.print(table)

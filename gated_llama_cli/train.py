@@ -8,10 +8,9 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .console import err, facts, hide_bars, out
+from .console import INTERRUPTED, err, facts, hide_bars, out
 
 
-INTERRUPTED = 130
 LINES = 20  # progress lines of a whole run where stderr is no terminal
 
 
@@ -20,7 +19,9 @@ def register(app: typer.Typer):
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="What to train, on what, and how.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", help="The run; README.md lists its fields under Training.")
+    ],
     resume: Annotated[
         Literal["auto", "none"], typer.Option(help="auto: from the last checkpoint in the output; none: start anew.")
     ] = "auto",

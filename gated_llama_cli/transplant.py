@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from .console import err, facts, out
-from .diagnose import Steps, print_table
+from .console import Steps, err, facts, out, print_table
 
 
 SHOWN_LINES = 10  # progress lines of one kind of work where stderr is no terminal

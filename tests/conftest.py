@@ -9,6 +9,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported, which reads it once
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("FORCE_COLOR", None)  # consoles are made on import, and tests read plain text
+os.environ.pop("TTY_COMPATIBLE", None)
 
 import pytest
 import torch

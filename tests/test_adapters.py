@@ -227,6 +227,7 @@ def test_dynamic_int8(name, gated):
     assert_quantised(quantised, model)
 
 
+@pytest.mark.slow  # the extra `quantize`, which `make slow` installs
 @pytest.mark.parametrize("name", GATES)
 @torch.no_grad()
 def test_torchao_int8_survives_a_save(name, gated, tmp_path):

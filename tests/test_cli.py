@@ -14,7 +14,15 @@ import pytest
 import torch
 import typer
 from huggingface_hub.errors import NotASafetensorsRepoError
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import gated_llama_cli
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM
@@ -501,20 +509,32 @@ def test_demo_ends_with_a_transplant(cli, tmp_path, monkeypatch):
 
 def test_demo_replaces_its_own_files_only(tmp_path):
     folder = tmp_path / "demo"
-    demo_command.prepare(folder, overwrite=False, source="somebody/model")
+    demo_command.check(folder, overwrite=False, source="somebody/model")
     assert not folder.exists()
     (folder / "gated").mkdir(parents=True)
     (folder / demo_command.MARKER).write_text("{}")
     (folder / "mine.txt").write_text("kept")
-    demo_command.prepare(folder, overwrite=False, source="somebody/model")
+    demo_command.check(folder, overwrite=False, source="somebody/model")
+    demo_command.clear(folder)
     assert not (folder / "gated").exists()
     assert (folder / "mine.txt").read_text() == "kept"
 
     (folder / demo_command.MARKER).unlink()
     with pytest.raises(ValueError, match="--overwrite"):
-        demo_command.prepare(folder, overwrite=False, source="somebody/model")
-    demo_command.prepare(folder, overwrite=True, source="somebody/model")
-    assert (folder / "mine.txt").read_text() == "kept"
+        demo_command.check(folder, overwrite=False, source="somebody/model")
+    demo_command.check(folder, overwrite=True, source="somebody/model")
+
+
+def test_demo_keeps_earlier_results_until_there_are_new_ones(cli, source, tmp_path):
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40)).save_pretrained(tmp_path / "gpt2")
+    folder = tmp_path / "demo"
+    assert cli("demo", "--model", source, "--out", folder)[0] == 0
+    weights = (folder / "gated" / "model.safetensors").read_bytes()
+    code, _, err = cli("demo", "--model", tmp_path / "gpt2", "--out", folder)
+    assert (code, "gpt2" in err) == (2, True)
+    assert (folder / "gated" / "model.safetensors").read_bytes() == weights
+    assert cli("demo", "--model", source, "--out", folder)[0] == 0
+    assert not list(folder.glob(".*"))
 
 
 def test_demo_leaves_its_own_source_alone(cli, source, tmp_path):
@@ -526,7 +546,7 @@ def test_demo_leaves_its_own_source_alone(cli, source, tmp_path):
     code, _, err = cli("demo", "--model", folder / "transplanted", "--out", folder)
     assert (code, "makes anew: name another --out" in " ".join(err.split())) == (2, True)
     assert (folder / "transplanted" / "config.json").is_file()
-    demo_command.prepare(folder, overwrite=False, source=str(source))
+    demo_command.check(folder, overwrite=False, source=str(source))
     assert [path.name for path in folder.iterdir()] == [demo_command.MARKER]
 
 

@@ -454,11 +454,12 @@ def test_the_measured_result_is_what_the_folder_holds(dtype, delivered, story, t
     [
         ([], "a transplant is fitted on text"),
         (["--calibration", "nowhere.txt"], "Text file nowhere.txt does not exist"),
-        (["--calibration", "STORY", "--context", "3"], "at least two rows of 16 tokens"),
+        (["--calibration", "STORY", "--context", "3"], "context=3 is too short: rows have at least 16 tokens."),
         (["--calibration", "STORY", "--context", "2000"], "fewer"),
+        (["--calibration", "STORY", "--max-shard-size", "5 gigabytes"], "gigabytes"),
         (
             ["--calibration", "STORY", "--context", "60", "--tokens", "63"],
-            "tokens=63 and context=60: at least two rows",
+            "tokens=63 is less than two rows of context=60",
         ),
         (
             ["--calibration", "STORY", "--bos", "none"],

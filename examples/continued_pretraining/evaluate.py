@@ -2,8 +2,9 @@
 What a retrofit did to a model, on held-out text: evaluate.py WORK DATA OUT.json MODEL [MODEL ...]
 
 DATA holds <domain>/validation.jsonl[.gz] and, for WikiText-2, wikitext/test.jsonl; WORK is what prepare.py made. MODEL
-is a folder, or "source". Results are kept in OUT.json, model by model; those that are there already stay. The numbers
-below are those of the defaults; for prepare.py --tiny: --first "<s>" --context 63.
+is a folder, known by the last two parts of its path, or "source". Results are kept in OUT.json, model by model; those
+that are there already stay. The numbers below are those of the defaults; for prepare.py --tiny: --first "<s>"
+--context 63.
 
 For each model: KL(source || model) and perplexity over the source's on six rows of each domain, the source reading
 <|endoftext|> first, the model too unless its record says that a transplant took that token away; first-token
@@ -31,7 +32,7 @@ from gated_llama.diagnostics import (
     quantisation_interventions,
     streaming_interventions,
 )
-from gated_llama.diagnostics.corpus import with_first
+from gated_llama.diagnostics.corpus import first_token, with_first
 from gated_llama.retrofit.deliver import sink_measures
 from gated_llama.retrofit.fidelity import fidelity
 
@@ -134,18 +135,24 @@ def evaluate(name: str, work: Path, texts: dict, stream: torch.Tensor, first: in
     return result | {"seconds": round(time.perf_counter() - start, 1)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str) -> argparse.ArgumentParser:
+    """What exact_gates.py reads too."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("work", "data", "out"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("models", nargs="+")
     parser.add_argument("--first", default="<|endoftext|>", help="the token before each of the source's rows")
     parser.add_argument("--context", type=int, default=511, help="tokens of a row")
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("models", nargs="+")
     parser.add_argument("--rows", type=int, default=6, help="of each domain")
     parser.add_argument("--stream", type=int, default=4096, help="tokens of literature under a window")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.work / "models" / "plain")
-    first = tokenizer.convert_tokens_to_ids(options.first)
+    first = first_token(tokenizer, options.first)
     texts = {domain: rows_of(tokenizer, options.data / domain, options.rows, options.context) for domain in DOMAINS}
     ids = itertools.chain.from_iterable(
         tokenizer.encode(text, add_special_tokens=False) for text in documents(options.data / "literature_en")

@@ -8,16 +8,15 @@ that write the massive activations are silenced, or not. "transplant" is WORK's 
 layer's input.
 """
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
-from evaluate import CONTEXT, DOMAINS, FIRST, load, rows_of
+from evaluate import DOMAINS, arguments, load, rows_of
 from torch import nn
 from transformers import AutoTokenizer
 
 from gated_llama import gate_override
+from gated_llama.diagnostics.corpus import first_token
 from gated_llama.diagnostics.probes import attention_modules, listen_to_attention
 from gated_llama.retrofit.losses import divergence
 from gated_llama.retrofit.surgery import gated_copy
@@ -74,14 +73,11 @@ def compare(model: nn.Module, rows: dict, runs: dict, kind: str | None) -> dict[
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("work", "data", "out"):
-        parser.add_argument(name, type=Path)
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     models = options.work / "models"
     tokenizer = AutoTokenizer.from_pretrained(models / "plain")
-    first = tokenizer.convert_tokens_to_ids(FIRST)
-    rows = {domain: rows_of(tokenizer, options.data / domain, 1, CONTEXT)[0] for domain in DOMAINS}
+    first = first_token(tokenizer, options.first)
+    rows = {domain: rows_of(tokenizer, options.data / domain, 1, options.context)[0] for domain in DOMAINS}
     source = load(options.work, "source")
     runs = {domain: run_source(source, row, first) for domain, row in rows.items()}
     writers = json.loads((models / "transplanted" / "transplant.json").read_text())["sink"]["spike_writers"]

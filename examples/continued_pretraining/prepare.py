@@ -45,7 +45,7 @@ TINY = {
     "source": "models/source",
     "source_bos": "<s>",
     "data": {"context": 63, "repeat": True},
-    "training": {"max_steps": 6, "warmup_steps": 0},
+    "training": {"max_steps": 6, "warmup_steps": 0, "use_cpu": True},
     "measure": {"every": 3},
 }
 
@@ -130,7 +130,11 @@ def main() -> None:
             parser.error("--data DATA is needed: a folder with <domain>/train.jsonl for " + ", ".join(DOMAINS))
         source = options.work / "models" / "source.gguf"
         if not source.exists():
-            source.symlink_to((options.model or Path(find_smollm2())).resolve())
+            source.unlink(missing_ok=True)  # a link to what is no longer there
+            try:
+                source.symlink_to((options.model or Path(find_smollm2())).resolve(strict=True))
+            except (ValueError, OSError) as error:
+                parser.error(str(error))
         texts(options.work, options.data)
     convert(options.work, source)
     if options.tiny:

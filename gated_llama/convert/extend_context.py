@@ -14,8 +14,8 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
-from .checkpoint import building, check_output
 from .opening import download
+from .output_folder import building, check_output
 from .tensor_files import one_line, read_json, read_weight_map
 from .tokenizer import TOKENIZER_CONFIG
 

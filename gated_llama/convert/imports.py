@@ -362,8 +362,8 @@ OUTPUT_NORMS = "its layers also normalise what attention and MLP write, and this
 LATENT_ATTENTION = "its keys and values come from a shared latent (MLA), and this decoder projects them from the input"
 PARTS = "it holds more than a language model: save its text model alone"
 
-# Gated architectures that have no representation here, whatever the values in their config.json.
 EXPERTS = "its layers are mixtures of experts, and every layer of this decoder is dense"
+# Architectures, most of them gated, that have no representation here whatever the values in their config.json.
 NOT_REPRESENTABLE = {
     "axk2": f"its gate reads a latent of the query instead of the hidden state, and {LATENT_ATTENTION}",
     "bailing_hybrid": LATENT_ATTENTION,

@@ -1,5 +1,7 @@
 """Finding and opening a source: a Hub id, a local folder, or a GGUF file."""
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ from huggingface_hub.errors import (
 from .gguf_source import GgufFile, GgufReader, gguf_config
 from .tensor_files import INDEX_FILE, SINGLE_FILE, SafetensorsReader, one_line, read_json
 from .tokenizer import CARRIED
+
+
+BLOCKS, BLOCK = 64, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,22 @@ class Checkpoint:
     reader: SafetensorsReader | GgufReader
     gguf_file: str | None = None
     hub_id: str | None = None
+
+    def digest(self) -> str:
+        """
+        What identifies the model, in hexadecimal: of its configuration and `BLOCKS` blocks of each weight file.
+
+        They are spread evenly and cover a file of up to 4 MiB; a larger one could be changed in between.
+        """
+        digest = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode())
+        for path in sorted({info.file for info in self.reader.tensors.values()}):
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8))
+            with open(path, "rb") as file:
+                for number in range(BLOCKS):
+                    file.seek(number * max(0, size - BLOCK) // (BLOCKS - 1))
+                    digest.update(file.read(BLOCK))
+        return digest.hexdigest()[:32]
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:

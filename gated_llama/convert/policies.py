@@ -14,12 +14,7 @@ import torch
 from ..configuration_gated import GatedLlamaConfig
 
 
-POLICIES = {
-    "identity": "the model computes what its source computes",
-    "open": "zero weights and a bias: scores start at act(bias)",
-    "normal": "random weights, as in training from scratch: the model differs from its source",
-    "transplant": "the attention sink becomes gates: close to the source, without its first token",
-}
+POLICIES = ("identity", "open", "normal", "transplant")
 
 
 class Start(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where a gated model can be served: the README's tables, from the records that the exporter works with."""
+"""Where a gated model can be served: the README's table, from the records that the exporter works with."""
 
 from collections.abc import Iterable
 
@@ -32,7 +32,9 @@ LEGEND = """\
 *as it is*: the folder that `convert` or `save_pretrained` wrote, with `trust_remote_code=True` or with this package
 installed. A name: `gated-llama export MODEL OUT --target NAME`. *trick*: the export computes the same through a
 rewriting that has a price, such as repeated rows, a layer without effect, or projections that must not be quantised;
-the card in OUT says which. †: from the engine's source code, not run. A dash: not possible."""
+the card in OUT says which. †: from the engine's source code, and that engine was not run; which of the others were
+run, on what, is in `benchmarks/engines`. The last three rows are plain architectures that every engine has (llama.cpp
+after its own conversion); they were not run. A dash: not possible."""
 
 
 def serving_table() -> str:
@@ -46,18 +48,6 @@ def serving_table() -> str:
     for model, fields in MODELS.items():
         rows.append((model, ZERO_GATES, *cells(example(**fields), without_gate)))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{LEGEND}\n"
-
-
-def feature_table() -> str:
-    """Markdown: a row for each feature of a model, a column for each target: yes, trick, or a dash."""
-    rows = [("", *(f"`{target.title}`" for target in EVERY_TARGET)), ("---",) * (1 + len(EVERY_TARGET))]
-    for feature in FEATURES:
-        rows.append((feature, *(support(target, feature) for target in EVERY_TARGET)))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
-
-
-def support(target: Target, feature: str) -> str:
-    return "trick" if target.tricks.get(feature) else "yes" if feature in target.native else "-"
 
 
 def example(**fields) -> GatedLlamaConfig:

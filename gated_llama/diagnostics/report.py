@@ -41,7 +41,7 @@ class DiagnosisReport:
     elsewhere_max, elsewhere_mean, contribution, dimension}. gate_scores: `GateScoresResult`, None without a gate.
     sparsity: `OutputSparsityResult`. first_token_states: `FirstTokenStatesResult`. interventions: list of
     `InterventionOutcome`, None when not asked for; those that do not apply to the model are in `left_out` with the
-    reason. against: the same of another model. maps, map_tokens and states (outputs of the layers on the first row)
+    reason. against: the same of another model. maps and states (outputs of the layers on the first row)
     are for pictures and comparison and not part of the JSON.
     """
 
@@ -56,7 +56,6 @@ class DiagnosisReport:
     interventions: list[dict[str, Any]] | None
     left_out: dict[str, str]
     maps: dict[int, torch.Tensor] = field(repr=False)
-    map_tokens: list[str] = field(repr=False)
     states: dict[Place, torch.Tensor] = field(repr=False)
     against: "DiagnosisReport | None" = None
 
@@ -85,7 +84,7 @@ class DiagnosisReport:
     def to_dict(self) -> dict[str, Any]:
         """The content of report.json: plain numbers, lists and names, with `schema_version`."""
         report = asdict(replace(self, maps={}, states={}, against=None))
-        for unsaved in ("maps", "map_tokens", "states"):
+        for unsaved in ("maps", "states"):
             del report[unsaved]
         report |= {"divergence": self.divergence(), "against": self.against.to_dict() if self.against else None}
         return {"schema_version": SCHEMA_VERSION, "gated_llama_version": __version__, **report}
@@ -140,7 +139,6 @@ def diagnose(
         left_out=left_out,
         maps=maps,
         states=first_row_states(model, corpus),
-        map_tokens=[tokenizer.decode([token]) for token in corpus.ids[0, :MAP_TOKENS].tolist()],
     )
 
 

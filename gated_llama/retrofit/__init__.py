@@ -9,17 +9,45 @@ Names are imported when they are asked for: the trainer brings accelerate, `gate
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
+
+if TYPE_CHECKING:
+    from .adapters import GateAdapter, MergedGates, gate_adapter_config
+    from .deliver import transplant_checkpoint
+    from .settings import Settings, read_settings
+    from .sink import SinkReport, measure_sink
+    from .surgery import TransplantReport, transplant, transplant_rows, undo_transplant
+    from .trainer import RetrofitTrainer
+    from .training import TrainingReport, train
 
 _HOME = {
-    "surgery": ("TransplantReport", "transplant", "transplant_rows", "undo_transplant"),
-    "deliver": ("transplant_checkpoint",),
-    "sink": ("SinkReport", "measure_sink"),
     "adapters": ("GateAdapter", "MergedGates", "gate_adapter_config"),
+    "deliver": ("transplant_checkpoint",),
     "settings": ("Settings", "read_settings"),
+    "sink": ("SinkReport", "measure_sink"),
+    "surgery": ("TransplantReport", "transplant", "transplant_rows", "undo_transplant"),
     "trainer": ("RetrofitTrainer",),
     "training": ("TrainingReport", "train"),
 }
+
+__all__ = [
+    "GateAdapter",
+    "MergedGates",
+    "RetrofitTrainer",
+    "Settings",
+    "SinkReport",
+    "TrainingReport",
+    "TransplantReport",
+    "gate_adapter_config",
+    "measure_sink",
+    "read_settings",
+    "train",
+    "transplant",
+    "transplant_checkpoint",
+    "transplant_rows",
+    "undo_transplant",
+]
 
 
 def __getattr__(name: str):
@@ -27,3 +55,7 @@ def __getattr__(name: str):
         if name in names:
             return getattr(import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

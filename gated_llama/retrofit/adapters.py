@@ -285,7 +285,7 @@ class GateAdapter:
                 )
             if name in self.tensors and shapes[name] != self.tensors[name].shape:
                 sizes = f"{tuple(self.tensors[name].shape)} in the adapter, {tuple(shapes[name])} in the model"
-                raise ValueError(f"{name} is {sizes}.")
+                raise ValueError(f"{name} is {sizes}: attach it to the folder that it was trained from.")
             tensor = model.get_parameter(name).data
             if type(tensor) is not torch.Tensor or tensor.is_meta or not tensor.is_floating_point():
                 raise ValueError(

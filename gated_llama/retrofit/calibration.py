@@ -12,14 +12,24 @@ import torch
 from ..diagnostics.corpus import build_corpus, first_token
 
 
+SHORTEST_ROW = 16
+
+
+def check_rows(tokens: int, context: int) -> None:
+    """ValueError unless `tokens` are two rows of `context` at least, and a row is long enough to attend within."""
+    if context < SHORTEST_ROW:
+        raise ValueError(f"context={context} is too short: rows have at least {SHORTEST_ROW} tokens.")
+    if tokens < 2 * context:
+        raise ValueError(f"tokens={tokens} is less than two rows of context={context}: raise tokens or lower context.")
+
+
 def calibration_rows(tokenizer, texts: Sequence[str], source: str, *, tokens: int, context: int) -> torch.Tensor:
     """
     Token ids [rows, context] of the texts, one after the other, without a beginning-of-sequence token.
 
     source: what error messages call the texts. Raises ValueError when they do not fill a row.
     """
-    if context < 16 or tokens < 2 * context:
-        raise ValueError(f"tokens={tokens} and context={context}: at least two rows of 16 tokens are needed.")
+    check_rows(tokens, context)
     corpus = build_corpus(tokenizer, list(texts), source, tokens=tokens, context=context, bos="none")
     if corpus.ids.shape[1] < context:
         raise ValueError(f"{source} has {corpus.tokens} tokens, fewer than one row of context={context}.")

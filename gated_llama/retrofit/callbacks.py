@@ -73,7 +73,7 @@ class Clock(TrainerCallback):
         state.log_history[-1]["seconds"] = round(time.monotonic() - self.start, 3)
 
 
-class Report(TrainerCallback):
+class Told(TrainerCallback):
     """Calls progress(step, steps, latest log) after each log, on the main process."""
 
     def __init__(self, progress: Callable[[int, int, dict], None]):

@@ -34,11 +34,11 @@ def token_stream(
     first = next(documents, None)  # a file that cannot be read is told before it is hashed
     if first is None:
         raise ValueError(f"Text file {path} holds no text.")
-    joined = path.name.removesuffix(".gz").endswith(".jsonl")  # pieces of one .txt belong together
-    target = cache / f"{_digest(tokenizer, path, separator if joined else '')}.int32"
+    separator = between_documents(path, separator)
+    target = cache / f"{text_digest(tokenizer, path, separator)}.int32"
     if not target.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        ids = _encode(tokenizer, chain([first], documents), separator if joined else "", str(path), progress)
+        ids = _encode(tokenizer, chain([first], documents), separator, str(path), progress)
         unfinished = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
         try:
             with open(unfinished, "wb") as file:
@@ -66,7 +66,13 @@ def _encode(tokenizer, documents: Iterator[str], separator: str, name: str, prog
             progress(name, done)
 
 
-def _digest(tokenizer, path: Path, separator: str) -> str:
+def between_documents(path: str | Path, separator: str) -> str:
+    """The separator for a .jsonl; pieces of one .txt belong together."""
+    return separator if Path(path).name.removesuffix(".gz").endswith(".jsonl") else ""
+
+
+def text_digest(tokenizer, path: str | Path, separator: str) -> str:
+    """What identifies the ids that `tokenizer` gives the file, its documents joined by `separator`."""
     digest = hashlib.sha256(separator.encode())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # as encoding leaves it: padding and truncation are no rules of the text

@@ -13,13 +13,13 @@ from torch import nn
 from ..convert import convert_checkpoint
 from ..convert.loading import Loadable
 from ..convert.output_folder import building, check_output
-from ..convert.tensor_files import read_json
+from ..convert.tensor_files import plan_shards, read_json
 from ..convert.tokenizer import GENERATION_CONFIG, carry_files, load_tokenizer
 from ..diagnostics import Activations, FirstTokenAttention
 from ..diagnostics.corpus import read_texts, with_first
 from ..hub import model_card
 from ..modeling_gated import GatedLlamaForCausalLM
-from .calibration import calibration_rows, sink_token
+from .calibration import calibration_rows, check_rows, sink_token
 from .fidelity import Fidelity, fidelity
 from .first_token import drop_first_token
 from .surgery import Progress, TransplantReport, transplant_rows
@@ -62,6 +62,7 @@ def transplant_checkpoint(
     output = check_output(Path(output), source)
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ValueError(f"dtype={dtype!r} is not supported; choose float32, bfloat16 or float16.")
+    plan_shards({}, max_shard_size)  # a size that is none is told before the fits
     loadable = Loadable.open(source, revision)
     if not loadable.has_tokenizer:
         raise ValueError(f"{source} has no tokenizer, so no calibration text can be given to it.")
@@ -121,12 +122,11 @@ def _rows(tokenizer, calibration: Sequence, tokens: int, context: int) -> tuple[
     """Rows of all files for the fits, and by file those that are kept back."""
     if not calibration:
         raise ValueError("A transplant needs calibration text: name one or more .txt or .jsonl files.")
-    if context < 16 or tokens < 2 * context:
-        raise ValueError(f"tokens={tokens} and context={context}: at least two rows of 16 tokens are needed.")
+    check_rows(tokens, context)
     kept, fitted = {}, []
     for path in calibration:
         texts, name = read_texts(path)
-        share = max(1, tokens // max(context, 1) // len(calibration)) + HELD_OUT_ROWS
+        share = max(1, tokens // context // len(calibration)) + HELD_OUT_ROWS
         rows = calibration_rows(tokenizer, texts, name, tokens=share * context, context=context)
         if len(rows) < 1 + HELD_OUT_ROWS:
             raise ValueError(

@@ -16,7 +16,10 @@ def drop_first_token(folder: Path, first: int) -> bool:
     tokenizer = load_tokenizer(folder)
     if tokenizer.bos_token_id != first:
         if first in tokenizer("a")["input_ids"]:
-            raise ValueError(f"The tokenizer puts the token {first} around every text, but it is not its BOS token.")
+            raise ValueError(
+                f"The tokenizer puts {tokenizer.convert_ids_to_tokens(first)!r} around every text, but it is not its "
+                "BOS token and stays: name another first token with --bos, or a tokenizer that does not add it."
+            )
         return False
     wanted = [i for i in tokenizer("a b")["input_ids"] if i != first]
     path, settings_path = folder / "tokenizer.json", folder / TOKENIZER_CONFIG
@@ -34,7 +37,10 @@ def drop_first_token(folder: Path, first: int) -> bool:
         content.pop("bos_token", None)
         special.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if load_tokenizer(folder)("a b")["input_ids"] != wanted:
-        raise ValueError(f"The tokenizer of {folder.name} keeps putting {tokenizer.bos_token!r} before every text.")
+        raise ValueError(
+            f"This {type(tokenizer).__name__} keeps putting {tokenizer.bos_token!r} before every text, which the "
+            "result must not read: name another first token with --bos, or a tokenizer that does not add it."
+        )
     return True
 
 

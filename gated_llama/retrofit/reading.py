@@ -28,12 +28,13 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict:
+def read_yaml(path: Path, kind: type | None = None, seen: tuple[Path, ...] = ()) -> dict:
     """
     The keys and values of a file and of those that it extends (`extends: other.yaml`, beside it); its own win.
 
-    Sections are merged key by key, and a key that is set to null is as if it were not there. Raises ValueError for a
-    file that is not there or no YAML, and for a circle.
+    Sections are merged key by key, and a key that is set to null is as if it were not there. kind: the dataclass that
+    the whole describes; values that stand for a section of it are written out first, so that they merge like sections.
+    Raises ValueError for a file that is not there or no YAML, and for a circle.
     """
     if path.resolve() in seen:
         raise ValueError(f"{path} extends itself, through {', '.join(file.name for file in seen)}.")
@@ -46,11 +47,12 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict:
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold keys and values, such as `model: DIR`; it holds {type(raw).__name__}.")
     base = raw.pop("extends", None)
+    raw = _written_out(kind, raw)
     if base is None:
         return _merged({}, raw)
     if not isinstance(base, str):
         raise ValueError(f"{path}: extends must name one file, not {base!r}.")
-    return _merged(read_yaml(path.parent / base, (*seen, path.resolve())), raw)
+    return _merged(read_yaml(path.parent / base, kind, (*seen, path.resolve())), raw)
 
 
 def _merged(base: dict, own: dict) -> dict:
@@ -61,12 +63,25 @@ def _merged(base: dict, own: dict) -> dict:
     return {key: value for key, value in result.items() if value is not None}
 
 
+def _written_out(annotation, value):
+    """`value` with {SHORTHAND: plain value} for each plain value that stands for a dataclass."""
+    shorthand = getattr(annotation, "SHORTHAND", None)
+    if shorthand and value is not None and not isinstance(value, dict):
+        return {shorthand: value}
+    if not isinstance(value, dict):
+        return value
+    if dataclasses.is_dataclass(annotation):
+        kinds = get_type_hints(annotation)
+    else:
+        kinds = dict.fromkeys(value, get_args(annotation)[1]) if get_origin(annotation) is dict else {}
+    return {key: _written_out(kinds.get(key), item) for key, item in value.items()}
+
+
 def build(annotation, value, place: str = ""):
     """
     `value` as `annotation` asks: dataclasses from mappings, a list or dict of them, plain types as they are.
 
-    A dataclass may have a SHORTHAND, the field that a plain value stands for, and a `kind`, which chooses a subclass
-    by the key in a dict. Raises ValueError that names `place`.
+    A dataclass may have a `kind`, which chooses a subclass by the key in a dict. Raises ValueError that names `place`.
     """
     if annotation is Any:
         return value
@@ -97,11 +112,7 @@ def _build_union(arguments, value, place: str):
 
 
 def _build_dataclass(kind, value, place: str):
-    shorthand = getattr(kind, "SHORTHAND", None)
-    if value is None:
-        value = {}
-    elif shorthand and not isinstance(value, dict):
-        value = {shorthand: value}
+    value = {} if value is None else value
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if not isinstance(value, dict):
         raise ValueError(f"{place}={value!r} must hold keys and values: {', '.join(fields)}.")

@@ -28,7 +28,7 @@ PARTS = {
     "gates": (),
     "attention": ("*.self_attn.*",),
     "mlp": ("*.mlp.*",),
-    "norms": ("*norm.weight",),
+    "norms": ("*layernorm.weight", "*model.norm.weight"),  # those of queries and keys belong to the attention
     "embeddings": ("*embed_tokens.weight", "lm_head.weight"),
     "all": ("*",),
 }
@@ -60,6 +60,7 @@ TRAINING_FIXED = {
     "auto_find_batch_size": "a run with another batch size would be another run",
     "save_only_model": "a run that is stopped could not be continued",
     "ignore_data_skip": "a run that is continued would read the same rows again",
+    "eval_on_start": "there is nothing to evaluate on; `measure` watches the run",
     "accelerator_config": "it would change the batch after rows were counted",
     "push_to_hub": "upload the folder `model` of the finished run",
 }
@@ -256,7 +257,7 @@ def read_settings(path: str | Path, **overrides: Any) -> Settings:
     overrides: top-level fields that win over the file. A value that begins with ~/ is a path at home. Raises
     ValueError, with the place in the file, for a mistake.
     """
-    raw = at_home(read_yaml(Path(path)))
+    raw = at_home(read_yaml(Path(path), Settings))
     try:
         settings = build(Settings, raw | {name: value for name, value in overrides.items() if value is not None})
         _check(settings)

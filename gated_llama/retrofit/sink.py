@@ -1,7 +1,7 @@
 """Whether a model's attention sink is a constant that a gate can take over: measured before anything is edited."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,9 +31,6 @@ class HeadSink:
     key_deviation: float
     value_deviation: float
     obstacle: str | None
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from .. import __version__
 from ..configuration_gated import GatedLlamaConfig
 from ..convert import convert_checkpoint
-from ..convert.tensor_files import one_line
+from ..convert.checkpoint import build_config
 from ..modeling_gated import GatedLlamaForCausalLM
 from .calibration import calibration_rows, scratch, sink_token
 from .sink import SMALLEST_ATTENTION, SinkReport, measure_sink
@@ -204,10 +203,11 @@ def refuse_without_sink(sink: SinkReport) -> None:
     """ValueError when there is nothing that a gate could take over."""
     if sink.mean >= SMALLEST_SINK and sink.count:
         return
-    obstacles = sorted({head.obstacle.split(":")[0] for layer in sink.heads for head in layer if head.obstacle})
+    heads = sum(len(layer) for layer in sink.heads)
     raise ValueError(
         f"There is no sink to transplant: mean attention on the first token {sink.first_token!r} is {sink.mean:.3f}, "
-        f"and {sink.count} heads have one of more than {SMALLEST_ATTENTION} ({'; '.join(obstacles[:3])}). "
+        f"where at least {SMALLEST_SINK} is needed, and {sink.count} of {heads} heads give it {SMALLEST_ATTENTION} or "
+        "more. "
         "Use --policy identity, or name another first token with --bos; a sink also shows less in longer rows."
     )
 
@@ -232,10 +232,7 @@ def gated_copy(source: nn.Module, granularity: str) -> GatedLlamaForCausalLM:
             "package_version": __version__,
         },
     }
-    try:
-        config = GatedLlamaConfig(**fields)
-    except StrictDataclassError as error:
-        raise ValueError(one_line(error.__cause__ or error)) from error
+    config = build_config(fields)
     gated = GatedLlamaForCausalLM(config).to(source.device, source.dtype).eval()
     absent = gated.load_state_dict(source.state_dict(), strict=False).missing_keys
     with torch.no_grad():

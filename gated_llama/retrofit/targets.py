@@ -30,15 +30,15 @@ def stored_targets(
     """
     One record per row: "ids" [context, k] int32 and "log_probabilities" [context, k] float32, in the order of `rows`.
 
-    Computed in float32 by the model that `load` gives, with the token `first` before each row, unless the file is
-    there. An interrupted computation goes on where it ended. Raises ValueError for a file of other rows or texts,
-    another source or another k.
+    Computed in float32 by the model that `load` gives and `source` identifies, with the token `first` before each row,
+    unless the file is there. An interrupted computation goes on where it ended. Raises ValueError for a file of other
+    rows or texts, another source or another k.
     """
     texts = hashlib.sha256(json.dumps(rows.digests).encode()).hexdigest()[:32]
     identity = {"rows": rows.order, "texts": texts, "count": len(rows), "context": rows.context}
     header = json.dumps(identity | {"k": k, "source": source, "first": first}).encode().ljust(HEADER)
     if len(header) != HEADER:
-        raise ValueError(f"source={source} is too long a name for {path}: use a shorter one.")
+        raise ValueError(f"source={source} is too long for the header of {path}: use a shorter name.")
     record = np.dtype([("ids", "<i4", (rows.context, k)), ("log_probabilities", "<f4", (rows.context, k))])
     if path.is_dir():
         raise ValueError(f"losses.kl.targets={path} is a folder: name a file in it.")

@@ -9,6 +9,7 @@ from accelerate import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from ..convert.tensor_files import one_line
 from ..convert.tokenizer import copy_files
 from ..diagnostics.corpus import with_first
 from .data import Rows, draw
@@ -164,9 +165,7 @@ class RetrofitTrainer(Trainer):
         """The optimizer that the arguments name, over the groups "weights", "vectors" and "gates"."""
         if self.optimizer is None:
             parameters = {plain_name(name): p for name, p in (model or self.model).named_parameters()}
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or "params" in options:
-                raise ValueError(f"training.optim={self.args.optim!s} makes parameter groups of its own: use another.")
+            kind, options = optimizer_of(self.args, self.model)
             gates = gate_rate(self.settings.gates, self.args.learning_rate)
             rules = {"weights": {"weight_decay": self.args.weight_decay}, "vectors": {"weight_decay": 0.0}}
             rules["gates"] = {"weight_decay": 0.0, "lr": gates}
@@ -295,6 +294,18 @@ def gate_rate(gates: Gates, base: float) -> float:
     return base * (1.0 if gates.multiplier is None else gates.multiplier)
 
 
+def optimizer_of(args: TrainingArguments, model: nn.Module) -> tuple[type[torch.optim.Optimizer], dict]:
+    """Class and options; ValueError or ImportError for one that is not installed or brings its own groups."""
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    except ValueError as error:
+        options = f"optim={args.optim.value} with optim_args={args.optim_args!r}"
+        raise ValueError(f"training.{options}: {one_line(error)}") from error
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or "params" in options:
+        raise ValueError(f"training.optim={args.optim.value} makes parameter groups of its own: use another.")
+    return kind, options
+
+
 def check_run(model: nn.Module, source: nn.Module | None, args: TrainingArguments, settings: Settings) -> None:
     """ValueError for settings that the model, or the way it is trained, cannot carry out."""
     if hasattr(model, "peft_config"):
@@ -303,6 +314,7 @@ def check_run(model: nn.Module, source: nn.Module | None, args: TrainingArgument
             "take its gates out with GateAdapter.extract."
         )
     kinds = set().union(*(student_kinds(name, loss) for name, loss in settings.losses.items()))
+    optimizer_of(args, model)
     if args.n_gpu > 1:
         raise ValueError("Several GPUs in one process split batches past the losses: launch with torchrun.")
     if args.fsdp and args.distributed_state.distributed_type == DistributedType.MULTI_CPU:

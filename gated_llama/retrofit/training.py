@@ -18,11 +18,11 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from .. import __version__
-from ..convert.checkpoint import building
 from ..convert.loading import Loadable
+from ..convert.output_folder import building
 from ..diagnostics.corpus import first_token, read_documents, with_first
-from .callbacks import Clock, Interruption, Report, Watch
-from .data import Rows, mix_rows, same_tokens, token_stream
+from .callbacks import Clock, Interruption, Told, Watch
+from .data import Rows, between_documents, mix_rows, same_tokens, text_digest, token_stream
 from .losses import plain_name
 from .settings import Settings, training_arguments
 from .targets import stored_targets, unfinished
@@ -98,7 +98,7 @@ def train(
     for callback in (interruption, Journal(trainer, output)):
         trainer.add_callback(callback)
     if progress is not None:
-        trainer.add_callback(Report(progress))
+        trainer.add_callback(Told(progress))
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
@@ -139,9 +139,15 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
         progress=lambda path, documents: say(f"tokenising {path}: {documents} documents"),
     )
     watched = watched_rows(settings, tokenizer, rows, cache)
-    check_size(loadable, rows, settings, student_bos)
+    check_size(loadable, rows, watched, settings, student_bos)
     if source is not None:
         check_positions(source, settings, source_bos)
+        if (source_bos or 0) >= (size := source.config.get_text_config().vocab_size):
+            raise ValueError(
+                f"source_bos={settings.source_bos!r} is the id {source_bos}; {source} has {size} embeddings."
+            )
+    opened = {"model": loadable, "source": source}
+    weights = {name: each.checkpoint.digest() for name, each in opened.items() if each is not None}
     kl = settings.losses.get("kl")
     if kl is not None and kl.targets is not None:
         rows.targets = kept_targets(settings, arguments, rows, source, source_bos, say)
@@ -164,7 +170,7 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
         trainer.add_callback(Watch(trainer, with_first(watched, student_bos)))
     fields = {name: value for name, value in settings.to_dict().items() if name not in IRRELEVANT}
     identity = {"settings": fields, "texts": rows.digests, "rows": rows.order, "world_size": arguments.world_size}
-    return trainer, identity
+    return trainer, identity | {"weights": weights}
 
 
 def open_source(settings: Settings, tokenizer) -> tuple[Loadable | None, int | None]:
@@ -190,7 +196,7 @@ def kept_targets(settings: Settings, arguments, rows: Rows, source: Loadable, bo
         path,
         rows,
         kl.top_k,
-        source=str(source),
+        source=f"{source} {source.checkpoint.digest()}",
         first=bos,
         load=lambda: source.load_model("float32").to(arguments.device),
         say=say,
@@ -227,10 +233,12 @@ def check_positions(loadable: Loadable, settings: Settings, bos: int | None) -> 
         )
 
 
-def check_size(loadable: Loadable, rows: Rows, settings: Settings, student_bos: int | None) -> None:
+def check_size(
+    loadable: Loadable, rows: Rows, watched: torch.Tensor, settings: Settings, student_bos: int | None
+) -> None:
     """ValueError for rows that the student is too small for."""
     check_positions(loadable, settings, student_bos)
-    largest = max(int(stream.max()) for stream in rows.streams.values())
+    largest = max(*(int(stream.max()) for stream in rows.streams.values()), int(watched.max()), student_bos or 0)
     if largest >= loadable.config.vocab_size:
         raise ValueError(
             f"{loadable}: its tokenizer gives ids up to {largest} and it has {loadable.config.vocab_size} embeddings."
@@ -251,6 +259,11 @@ def check_folder(output: Path, settings: Settings) -> None:
         given = getattr(settings, field)
         if given is not None and Path(given).exists() and Path(given).resolve().is_relative_to(output.resolve()):
             raise ValueError(f"{field}={given} lies in output={output}, which is written anew: name another output.")
+    alike = (path.name for path in output.glob("checkpoint-*") if path not in checkpoints(output).values())
+    if found := min(alike, default=None):
+        raise ValueError(
+            f"output={output} holds {found}, which would be deleted as an old checkpoint: move it elsewhere."
+        )
     if not output.is_dir() or (output / RUN).is_file():
         return
     kept = settings.losses["kl"].targets if "kl" in settings.losses else None
@@ -270,15 +283,33 @@ def finished(output: Path, settings: Settings) -> TrainingReport | None:
     if not record["complete"]:
         return None
     compare(output, {"settings": record["settings"]}, {"settings": settings.to_dict()})
+    earlier = json.loads((output / RUN).read_text()) if (output / RUN).is_file() else {}
+    for section, now in inputs_of(settings).items():
+        compare(output, {section: {name: earlier.get(section, {}).get(name) for name in now}}, {section: now})
     names = ("complete", "steps", "max_steps", "tokens", "seconds", "log")
     return TrainingReport(output=output, **{name: record[name] for name in names})
+
+
+def inputs_of(settings: Settings) -> dict[str, dict[str, str]]:
+    """Digests as in the identity of a run, of the files that are there: after it they need not be kept."""
+    named = {field: getattr(settings, field) for field in ("model", "source")}
+    local = {name: Loadable.open(path) for name, path in named.items() if path is not None and Path(path).exists()}
+    found = {"weights": {name: loadable.checkpoint.digest() for name, loadable in local.items()}}
+    if "model" in local and local["model"].has_tokenizer:
+        tokenizer, separator = local["model"].load_tokenizer(), settings.data.separator
+        found["texts"] = {
+            name: text_digest(tokenizer, text.path, between_documents(text.path, separator))
+            for name, text in settings.data.texts.items()
+            if Path(text.path).is_file()
+        }
+    return found
 
 
 def prepare_folder(output: Path, identity: dict, resume: str) -> str | None:
     """Makes or clears the folder; returns the checkpoint to continue from."""
     found = last_checkpoint(output)
     if resume == "none":
-        for path in [*output.glob("checkpoint-*"), output / MODEL]:
+        for path in [*checkpoints(output).values(), output / MODEL]:
             shutil.rmtree(path, ignore_errors=True)
         for name in (RECORD, RUN):
             (output / name).unlink(missing_ok=True)
@@ -311,10 +342,14 @@ def flat(content: dict, place: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{place}{name}", value
 
 
+def checkpoints(output: Path) -> dict[int, Path]:
+    """The folders that the library writes, by step."""
+    return {int(path.name[11:]): path for path in output.glob("checkpoint-*") if path.name[11:].isdecimal()}
+
+
 def last_checkpoint(output: Path) -> str | None:
     """The latest checkpoint that was written to its end; its state is what is written last."""
-    numbered = {int(p.name.rpartition("-")[2]): p for p in output.glob("checkpoint-*") if p.name[11:].isdecimal()}
-    for _, folder in sorted(numbered.items(), reverse=True):
+    for _, folder in sorted(checkpoints(output).items(), reverse=True):
         try:
             json.loads((folder / "trainer_state.json").read_text())
         except (OSError, ValueError):
@@ -406,6 +441,6 @@ def finish(trainer: RetrofitTrainer, output: Path) -> TrainingReport:
         (folder / "README.md").write_text(text + section, encoding="utf-8")
     found = report(trainer, output, complete=True)
     if not settings.keep_checkpoints:
-        for path in output.glob("checkpoint-*"):
+        for path in checkpoints(output).values():
             shutil.rmtree(path, ignore_errors=True)
     return found
