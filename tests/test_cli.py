@@ -547,6 +547,7 @@ def test_demo_leaves_its_own_source_alone(cli, source, tmp_path):
     assert (code, "makes anew: name another --out" in " ".join(err.split())) == (2, True)
     assert (folder / "transplanted" / "config.json").is_file()
     demo_command.check(folder, overwrite=False, source=str(source))
+    demo_command.clear(folder)
     assert [path.name for path in folder.iterdir()] == [demo_command.MARKER]
 
 

@@ -1,5 +1,6 @@
 """The command line starts light, and README tells the truth: its commands exist and its Python runs."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -13,6 +14,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import gated_llama_cli
 from gated_llama.convert.serving import serving_table
+from gated_llama.retrofit.settings import (
+    LOSS_SETTINGS,
+    PARTS,
+    Data,
+    Gates,
+    Loss,
+    Measure,
+    Settings,
+    Stage,
+    Text,
+    read_settings,
+)
 
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +86,7 @@ def test_readme_commands_exist():
         elif not name.startswith("-"):
             assert name in known, line
             options = {option for parameter in known[name].params for option in parameter.opts}
+            options |= {"--tasks"} if name == "eval" else set()  # the harness's own
             assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= options, line
 
 
@@ -80,6 +94,18 @@ def test_the_serving_table_is_the_generated_one():
     """A change in the records is brought here by pasting what `serving_table()` gives."""
     tables = re.findall(r"<!-- serving table[^\n]*-->\n(.*?)<!-- end of serving table -->", README, flags=re.S)
     assert tables == [serving_table()]
+
+
+def test_the_fields_of_a_run_are_listed(tmp_path):
+    """The run in README is read, and its tables name every field, loss and option."""
+    (block,) = readme_blocks("yaml")
+    (tmp_path / "run.yaml").write_text(block)
+    assert read_settings(tmp_path / "run.yaml").losses["outlier"].start == 0.1
+    training = README.partition("## Training\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", training))
+    kinds = [Settings, Data, Gates, Stage, Measure, Text, Loss, *LOSS_SETTINGS.values()]
+    fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    assert fields | {"extends", *LOSS_SETTINGS, *PARTS} <= named
 
 
 @pytest.fixture

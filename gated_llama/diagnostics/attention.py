@@ -33,7 +33,7 @@ class FirstTokenAttentionResult:
 
     most_attended: what the later half of the first `sink_window` queries gives to the one key of the earlier half that
     gets most of it, mean over layers and heads, then over the documents that are as long as `sink_window` (None if
-    there is none; uniform attention over 64 tokens: 0.022). most_attended_keys: which keys those are, counted from 1,
+    there is none; uniform attention over 64 tokens: 0.021). most_attended_keys: which keys those are, counted from 1,
     the most frequent first. A sink that has only moved off the first token is seen here, and not in `mean`.
     """
 

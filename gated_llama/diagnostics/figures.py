@@ -30,10 +30,12 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1):
 
 
 def both(report: "DiagnosisReport") -> list["DiagnosisReport"]:
+    """The report, and that of the model that it was compared with."""
     return [report] if report.against is None else [report, report.against]
 
 
 def label(report: "DiagnosisReport") -> str:
+    """The model's name without its folder."""
     return report.model["name"].rstrip("/").rsplit("/", 1)[-1]
 
 
@@ -48,6 +50,7 @@ def lines(axes, reports: list, values: Callable[[Any], tuple[list, list]], xlabe
 
 
 def first_token_attention(report: "DiagnosisReport") -> "Figure":
+    """F-Attn by layer, a line for each model."""
     figure, (axes,) = new_figure(6, 3)
     section = "first_token_attention"
     lines(
@@ -62,6 +65,7 @@ def first_token_attention(report: "DiagnosisReport") -> "Figure":
 
 
 def max_activation(report: "DiagnosisReport") -> "Figure":
+    """The largest |h| of each layer's output, on a logarithmic axis, a line for each model."""
     figure, (axes,) = new_figure(6, 3)
     lines(
         axes,
@@ -88,6 +92,7 @@ def attention_maps(report: "DiagnosisReport") -> "Figure":
 
 
 def gate_means(report: "DiagnosisReport") -> "Figure":
+    """Mean gate score of each layer (rows) and head (columns)."""
     import numpy
 
     gates = report.gate_scores

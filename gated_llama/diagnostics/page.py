@@ -38,6 +38,7 @@ Rows = list[list[str]]  # the first row is the heading
 
 
 def number(value: float | int | None) -> str:
+    """Four digits, whole thousands; a dash for what was not measured."""
     if value is None:
         return "-"
     if isinstance(value, int):
@@ -54,6 +55,7 @@ def summary_rows(report: "DiagnosisReport") -> Rows:
 
 
 def main_numbers(report: "DiagnosisReport") -> list[tuple[str, str]]:
+    """What a summary begins with: names and values, for one model."""
     attention, activation, gates = report.first_token_attention, report.max_activation, report.gate_scores
     first = ", ".join(f"{entry['token']!r} x {entry['count']}" for entry in attention["first_tokens"][:3])
     keys = ", ".join(f"{entry['key']} x {entry['count']}" for entry in attention["most_attended_keys"][:3])

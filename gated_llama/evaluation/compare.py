@@ -231,6 +231,7 @@ def _digest(ids: list[int]) -> tuple[bytes, list[int]]:
 
 
 def require_same_ids(asked: dict, job: Job, lm: GatedLlamaLM, base: str, model: str) -> None:
+    """ValueError unless `model` reads each request as the token ids that `base` was asked (digests by task)."""
     for name, task in job.tasks.items():
         for request, before, ids in zip(task.instances, asked[name], _ids(task, lm), strict=True):
             if (after := _digest(ids)) != before:

@@ -203,12 +203,14 @@ def _percent(value: float | None) -> str:
 
 
 def to_dict(ruler: Ruler) -> dict[str, Any]:
+    """For ruler.json: scores, and by length the difference in differences."""
     lengths = sorted({length for by_length in ruler.scores.values() for length in by_length})
     changes = {length: ruler.difference_in_differences(length) for length in lengths}
     return asdict(ruler) | {"difference_in_differences": changes}
 
 
 def write(ruler: Ruler, folder: Path) -> None:
+    """ruler.json and ruler.md in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ruler.json").write_text(json.dumps(to_dict(ruler), indent=1) + "\n", encoding="utf-8")
     (folder / "ruler.md").write_text(to_markdown(ruler), encoding="utf-8")

@@ -101,6 +101,7 @@ def check_start(weights: Weights) -> None:
 
 
 def fields_of(config: GatedLlamaConfig) -> dict[str, Any]:
+    """The config fields that say what is computed, as in JSON."""
     fields = config.to_dict()
     names = [name for name in GatedLlamaConfig.__annotations__ if name not in (*CARRIED_FIELDS, *IDLE_FIELDS)]
     return json.loads(json.dumps({name: fields.get(name) for name in names}))
@@ -118,5 +119,6 @@ def sample_of(weights: Weights) -> dict[str, list[float]]:
 
 
 def values_of(tensor: torch.Tensor) -> list[float]:
+    """`SAMPLES` values, evenly spread."""
     flat = tensor.detach().flatten()
     return flat[:: max(1, len(flat) // SAMPLES)][:SAMPLES].float().tolist()

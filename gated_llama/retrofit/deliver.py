@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -59,7 +60,7 @@ def transplant_checkpoint(
     Returns the report, which is also written to transplant.json in the output. Raises ValueError for bad input;
     nothing is left at `output` then, or when interrupted.
     """
-    output = check_output(Path(output), source)
+    start, output = time.monotonic(), check_output(Path(output), source)
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ValueError(f"dtype={dtype!r} is not supported; choose float32, bfloat16 or float16.")
     plan_shards({}, max_shard_size)  # a size that is none is told before the fits
@@ -100,6 +101,7 @@ def transplant_checkpoint(
             content = {
                 "source": loadable.checkpoint.hub_id or Path(source).name,
                 "source_model_type": converted.source_model_type,
+                "seconds": round(time.monotonic() - start, 1),
                 **report.to_dict(),
             }
             (folder / REPORT).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -222,9 +222,22 @@ class Measure:
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """
-    A training run. model: folder of a gated_llama checkpoint. source: what it is compared with: Hub id, folder or
-    .gguf file. student_bos and source_bos: the token before each row: auto (the tokenizer's), none, or a token.
-    training: fields of transformers.TrainingArguments.
+    A training run.
+
+    Args:
+        model: folder of a gated_llama checkpoint, the student.
+        output: folder of the run: the result in `model`, the record in training.json, checkpoints until it is done.
+        data: the texts and how rows are cut from them.
+        losses: name in `LOSS_SETTINGS` -> its weight, schedule and options; their sum is trained for.
+        training: `max_steps`, and fields of transformers.TrainingArguments but those of `TRAINING_FIXED`.
+        source: what `NEED_SOURCE` losses compare the student with: Hub id, folder or .gguf file.
+        student_bos, source_bos: the token before each row: auto (the tokenizer's), none, or a token.
+        seed: of the rows' order, dropout and the library's own random numbers.
+        gates: which parameters are gates, and their learning rate.
+        stages: what is trained until when; in the default everything throughout.
+        first_key_dropout: rows whose first key is hidden from later queries.
+        measure: what is watched on a fixed batch.
+        keep_checkpoints: leave checkpoints in `output` when the run is complete.
     """
 
     model: str

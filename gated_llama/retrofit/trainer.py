@@ -248,6 +248,7 @@ def frozen(source: nn.Module, args: TrainingArguments) -> nn.Module:
 
 
 def stage_at(settings: Settings, step: int) -> Stage:
+    """The stage of an optimizer step, counted from 0."""
     ends = [settings.steps if s.until is None else in_steps(s.until, settings.steps) for s in settings.stages]
     return next((s for s, end in zip(settings.stages, ends, strict=True) if step < end), settings.stages[-1])
 
@@ -259,6 +260,7 @@ def trains(stage: Stage, name: str, gates: Gates) -> bool:
 
 
 def matches(name: str, patterns) -> bool:
+    """Whether a parameter's name fits one of the shell-style patterns."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -289,6 +291,7 @@ def parameter_groups(model: nn.Module, settings: Settings) -> dict[str, str]:
 
 
 def gate_rate(gates: Gates, base: float) -> float:
+    """The gates' learning rate: their own, or a multiple of `base`."""
     if gates.learning_rate is not None:
         return gates.learning_rate
     return base * (1.0 if gates.multiplier is None else gates.multiplier)
