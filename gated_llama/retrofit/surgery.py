@@ -41,8 +41,8 @@ class TransplantReport:
     What was measured and done.
 
     sink: of the source, with its first token. layers: how well each layer could be matched. edits: what was changed,
-    in order; `undo_transplant` reads it. options: of the fits. calibration_tokens: without the first ones. measures: of
-    `transplant_checkpoint`, on text that was kept back: sinks of source and result, their KL, the noise floor.
+    in order; `undo_transplant` reads it. options: of the fits. calibration_tokens: without the first ones. measures:
+    by `transplant_checkpoint`, on text that was kept back: both models' sinks, their KL, the noise floor.
     """
 
     sink: SinkReport
