@@ -22,6 +22,12 @@ FirstToken = Annotated[str, typer.Option("--bos", help="Policy transplant: the f
 
 # Options of `convert` that are this policy's own, and those of the others that it shares.
 OPTIONS = ("calibration", "tokens", "context", "bos")
+IMPLIED = {
+    "position": ("sdpa_output", "G1"),
+    "operation": ("multiply",),
+    "activation": ("sigmoid",),
+    "gate_input": ("hidden_states",),
+}
 SHARED = ("source", "output", "granularity", "dtype", "max_shard_size", "revision")
 
 
@@ -39,7 +45,8 @@ def refuse_options(ctx: typer.Context):
 
 def run(ctx: typer.Context):
     """Transplants and shows the report."""
-    if others := flags(ctx, ctx.params.keys() - {*OPTIONS, *SHARED, "policy"}):
+    implied = {name for name, values in IMPLIED.items() if ctx.params[name] in values}
+    if others := flags(ctx, ctx.params.keys() - {*OPTIONS, *SHARED, *implied, "policy"}):
         raise typer.BadParameter(
             "a transplant writes sigmoid gates at G1 that multiply, in all layers", param_hint=others
         )

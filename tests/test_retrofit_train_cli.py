@@ -102,6 +102,14 @@ MISTAKES = {
     "first token": ({"source_bos": "<nothing>"}, "source_bos='<nothing>' is "),
     "dropout": ({"first_key_dropout": 2.0}, "first_key_dropout=2.0 must lie between 0 and 1."),
     "gap": ({"losses": {"kl": {"stop": 2}}}, "No loss is on at step 2 of 6: change a start or a stop"),
+    "never measured": ({"measure": {"every": 0}}, "measure.every=0 must be a finite number above 0."),
+    "no number as moment": ({"losses": {"kl": {"start": float("nan")}}}, "losses.kl.start=nan must be an integer"),
+    "a text as switch": ({"training": {"bf16": "false"}}, "training.bf16='false' must be true or false."),
+    "betas": (
+        {"training": {"adam_beta1": 2.0}},
+        "optim_args=None: Invalid beta parameter at index 0: 2.0",
+    ),
+    "an empty loss": ({"losses": {"kl": None, "gate": 1.0}}, "losses.kl is empty: give it a value, or leave it out."),
     "late start": ({"losses": {"kl": {"start": 0.5}}}, "No loss is on at step 0 of 6"),
     "no gates to rate": ({"stages": [{"train": ["mlp"]}]}, "No stage trains gates, which have a learning rate"),
     "batches": (
@@ -274,8 +282,6 @@ def test_numbers_moments_and_shorthands(workshop, tmp_path):
     assert chosen.training["max_steps"] == 6
     assert chosen.gates.multiplier == 50.0
     assert chosen.first_key_dropout.probability == 0.25
-    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(recipe | {"losses": {"kl": None, "next_token": 1.0}}))
-    assert read_settings(tmp_path / "alone.yaml").losses.keys() == {"next_token"}
     (tmp_path / "merge.yaml").write_text(
         "extends: base.yaml\nlosses:\n  kl: &own {weight: 0.5, start: 1}\n  gate: {<<: *own, start: 0}\n"
     )
@@ -374,6 +380,33 @@ def test_a_copy_of_a_checkpoint_is_not_lost(workshop, tmp_path, capsys):
         code, message = command(path, "--resume", resume, capsys=capsys)
         assert (code, "holds checkpoint-3-good, which would be deleted as" in message) == (2, True)
     assert (tmp_path / "run" / "checkpoint-3-good").is_dir()
+
+
+@pytest.mark.parametrize("what", ["optimizer", "weights", "record", "first token"])
+def test_a_damaged_or_changed_run_is_not_continued(what, tmp_path, capsys):
+    recipe = prepare(tmp_path)
+    training = {"save_steps": 3, "max_steps": 6}
+    path = write(tmp_path, recipe, training=training, student_bos="auto", keep_checkpoints=True)
+    assert main(["train", str(path)]) == 0
+    run = tmp_path / "run"
+    shutil.rmtree(run / "model")  # as where it ended before the result was written
+    if what == "optimizer":
+        (run / "checkpoint-6" / "optimizer.pt").unlink()
+    elif what == "weights":
+        (run / "checkpoint-6" / "model.safetensors").write_bytes(b"torn")
+    elif what == "record":
+        (run / "run.json").write_text("{")
+    else:
+        config = tmp_path / "gated" / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token": "</s>"}))
+    expected = {
+        "optimizer": "checkpoint-6 has lost the optimizer's state",
+        "weights": "checkpoint-6 is damaged",
+        "record": "run.json cannot be read",
+        "first token": "holds a run with weights.model=",
+    }
+    code, message = command(path, capsys=capsys)
+    assert (code, expected[what] in message) == (2, True), message
 
 
 def test_a_late_mistake_leaves_a_finished_run(workshop, capsys, tmp_path):

@@ -242,6 +242,38 @@ def test_refits_undone_alone_leave_the_gates_in_place(source, rows):
         other = untouched.model.layers[index]
         assert torch.equal(layer.self_attn.o_proj.weight, other.self_attn.o_proj.weight)
         assert torch.equal(layer.mlp.down_proj.weight, other.mlp.down_proj.weight)
+        torch.testing.assert_close(layer.self_attn.o_proj.bias, other.self_attn.o_proj.bias)
+        assert layer.self_attn.o_proj.bias.any()
+
+
+def test_undone_only_with_its_own_source(source, rows, tiny_model):
+    gated, report = transplant_rows(source, rows, FIRST)
+    before = {name: value.clone() for name, value in gated.state_dict().items()}
+    for other, message in (
+        (gated, "The source has gates itself"),
+        (tiny_model(gate_position=None, hidden_size=48), "in the source: it is another model's"),
+        (source.model, "has no parameter model.embed_tokens.weight: pass the whole model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            undo_transplant(gated, other, report.edits)
+    with pytest.raises(ValueError, match="Only a transplant has edits to take back"):
+        undo_transplant(tiny_model(), source, report.edits)
+    assert all(torch.equal(before[name], value) for name, value in gated.state_dict().items())
+
+
+def test_a_tokenizer_with_its_ids_in_another_order(story, tmp_path):
+    """Ids are in range and mean something else: no fit can be right."""
+    shutil.copytree(STORIES, tmp_path / "shuffled")
+    content = json.loads((tmp_path / "shuffled" / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    kept = [name for name, number in vocabulary.items() if number < 260]
+    moved = [name for name in vocabulary if name not in kept]
+    numbers = [vocabulary[name] for name in moved]
+    content["model"]["vocab"] |= dict(zip(moved, numbers[100:] + numbers[:100], strict=True))
+    (tmp_path / "shuffled" / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"The source has a perplexity of .* far above that of guessing \(512\)"):
+        transplant_checkpoint(tmp_path / "shuffled", tmp_path / "out", [story], tokens=600, context=60)
+    assert not (tmp_path / "out").exists()
 
 
 def test_spike_writers_fall_silent(tiny_model, monkeypatch):

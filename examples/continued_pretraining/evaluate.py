@@ -61,6 +61,8 @@ def rows_of(tokenizer, folder: Path, rows: int, context: int) -> torch.Tensor:
         found += [ids[i * context : (i + 1) * context] for i in range(min(2, len(ids) // context))]
         if len(found) >= rows:
             break
+    if len(found) < rows:
+        raise SystemExit(f"{folder} gives {len(found)} rows of {context} tokens, fewer than {rows}.")
     return torch.tensor(found[:rows])
 
 
@@ -86,6 +88,7 @@ def compare(model, source, texts: dict[str, torch.Tensor], first: int, own: int 
 
 def gates(model, source, texts: dict[str, torch.Tensor], first: int) -> dict:
     """KL and perplexity on each domain's first row with the gates as they are, and reset."""
+    print("  gates as they are")
     part, own = {domain: rows[:1] for domain, rows in texts.items()}, first_of(model, first)
     kept = compare(model, source, part, first, own)
     print("  gates reset")
@@ -159,10 +162,14 @@ def main() -> None:
     )
     stream = torch.tensor(list(itertools.islice(ids, options.stream)))[None]
     found = json.loads(options.out.read_text()) if options.out.exists() else {"models": {}}
+    asked = {name: getattr(options, name) for name in ("first", "context", "rows", "stream")}
+    if found.setdefault("options", asked) != asked:
+        raise SystemExit(f"{options.out} holds results of {found['options']}: name another file for {asked}.")
     found["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name in options.models:
         label = name if name == "source" else "/".join(Path(name).parts[-2:])
         if label in found["models"]:
+            print(f"{label} is in {options.out} already")
             continue
         print(label)
         found["models"][label] = evaluate(name, options.work, texts, stream, first)

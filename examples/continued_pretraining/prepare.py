@@ -118,7 +118,10 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    (options.work / "models").mkdir(parents=True, exist_ok=True)
+    models = options.work / "models"
+    if (models / ("source.gguf" if options.tiny else "source")).exists():
+        parser.error(f"{options.work} was made {'without' if options.tiny else 'with'} --tiny: name another folder")
+    models.mkdir(parents=True, exist_ok=True)
     if options.tiny:
         source = options.work / "models" / "source"
         if not source.is_dir():

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 
 from .gguf_source import GgufFile, GgufReader, gguf_config
 from .tensor_files import INDEX_FILE, SINGLE_FILE, SafetensorsReader, one_line, read_json
-from .tokenizer import CARRIED
+from .tokenizer import CARRIED, TOKENIZER_CONFIG, VOCABULARIES
 
 
 BLOCKS, BLOCK = 64, 1 << 16
@@ -44,11 +44,15 @@ class Checkpoint:
 
     def digest(self) -> str:
         """
-        What identifies the model, in hexadecimal: of its configuration and `BLOCKS` blocks of each weight file.
+        What identifies the model and its tokens, in hexadecimal: of its configuration, its tokenizer's files and
+        `BLOCKS` blocks of each weight file.
 
         They are spread evenly and cover a file of up to 4 MiB; a larger one could be changed in between.
         """
         digest = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode())
+        for pattern in () if self.gguf_file else (*VOCABULARIES, TOKENIZER_CONFIG, "special_tokens_map.json"):
+            for path in sorted(self.folder.glob(pattern)):
+                digest.update(path.read_bytes())
         for path in sorted({info.file for info in self.reader.tensors.values()}):
             size = path.stat().st_size
             digest.update(size.to_bytes(8))

@@ -145,7 +145,10 @@ def no_weights(folder: Path) -> str:
 
 def plan_shards(targets: Mapping[str, torch.Tensor], max_shard_size: int | str) -> StateDictSplit:
     """Which file each tensor goes to, in order, so that files stay below `max_shard_size` bytes (or such as "5GB")."""
-    size = parse_size_to_int(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    try:
+        size = parse_size_to_int(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    except ValueError as error:
+        raise ValueError(f"max_shard_size={max_shard_size!r} is no size: use such as '5GB'.") from error
     if size < 1:
         raise ValueError(f"max_shard_size={max_shard_size!r} leaves no room for a tensor: use such as '5GB'.")
     return split_torch_state_dict_into_shards(

@@ -111,7 +111,8 @@ class Watch(TrainerCallback):
         self.start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if name in self.gates}
         self.start_scores = self.scores()
         record = getattr(trainer.model.config, "gate_retrofit", None) or {}
-        self.warned = record.get("policy") == "transplant"
+        trained = any("gates" in stage.train or "all" in stage.train for stage in self.settings.stages)
+        self.warned = record.get("policy") == "transplant" or not trained
         self._logged_at: int | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):

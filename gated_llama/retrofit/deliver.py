@@ -79,6 +79,7 @@ def transplant_checkpoint(
         plain = Path(scratch) / "plain"
         converted = convert_checkpoint(source, plain, position=None, dtype="float32", revision=revision)
         model = GatedLlamaForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+        _check_reading(model, held_out, first)
         gated, report = transplant_rows(
             model, rows, first, first_token=first_token, granularity=granularity, options=options, progress=progress
         )
@@ -138,6 +139,17 @@ def _rows(tokenizer, calibration: Sequence, tokens: int, context: int) -> tuple[
         fitted.append(rows[:-HELD_OUT_ROWS])
         kept[str(path)] = rows[-HELD_OUT_ROWS:]
     return torch.cat(fitted), kept
+
+
+def _check_reading(source: nn.Module, held_out: dict[str, torch.Tensor], first: int) -> None:
+    """ValueError where the source is far worse than guessing: its tokens mean something else to it."""
+    for name, rows in held_out.items():
+        perplexity = fidelity(source, source, rows[:1], source_first=first, model_first=first).source_perplexity
+        if perplexity > 10 * source.config.vocab_size:
+            raise ValueError(
+                f"The source has a perplexity of {perplexity:,.0f} on {name}, far above that of guessing "
+                f"({source.config.vocab_size:,}): its tokenizer is another model's, or its weights are damaged."
+            )
 
 
 def _measures(source: nn.Module, gated: nn.Module, held_out: dict[str, torch.Tensor], first: int) -> dict:

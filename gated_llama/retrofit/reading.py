@@ -49,10 +49,20 @@ def read_yaml(path: Path, kind: type | None = None, seen: tuple[Path, ...] = ())
     base = raw.pop("extends", None)
     raw = _written_out(kind, raw)
     if base is None:
+        _refuse_empty(path, kind, raw)
         return _merged({}, raw)
     if not isinstance(base, str):
         raise ValueError(f"{path}: extends must name one file, not {base!r}.")
     return _merged(read_yaml(path.parent / base, kind, (*seen, path.resolve())), raw)
+
+
+def _refuse_empty(path: Path, kind: type | None, raw: dict) -> None:
+    """ValueError for a named section (a loss, a text) that is null where there is none to take away."""
+    named = [key for key, hint in get_type_hints(kind).items() if get_origin(hint) is dict] if kind else []
+    for key in named:
+        section = raw.get(key)
+        if empty := [name for name, value in section.items() if value is None] if isinstance(section, dict) else []:
+            raise ValueError(f"{path}: {key}.{empty[0]} is empty: give it a value, or leave it out.")
 
 
 def _merged(base: dict, own: dict) -> dict:

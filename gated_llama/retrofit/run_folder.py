@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..convert.loading import Loadable
+from ..convert.tensor_files import one_line
 from .data import between_documents, text_digest
 from .settings import Settings
 from .targets import unfinished
@@ -50,6 +51,8 @@ def check_folder(output: Path, settings: Settings) -> None:
         given = getattr(settings, field)
         if given is not None and Path(given).exists() and Path(given).resolve().is_relative_to(output.resolve()):
             raise ValueError(f"{field}={given} lies in output={output}, which is written anew: name another output.")
+        if given is not None and Path(given).is_dir() and output.resolve().is_relative_to(Path(given).resolve()):
+            raise ValueError(f"output={output} lies in {field}={given}, which stays as it is: name another output.")
     alike = (path.name for path in output.glob("checkpoint-*") if path not in checkpoints(output).values())
     if found := min(alike, default=None):
         raise ValueError(
@@ -70,11 +73,11 @@ def finished(output: Path, settings: Settings) -> TrainingReport | None:
     """The report of a run that is complete; ValueError when it was a run of other settings."""
     if not (output / MODEL).is_dir() or not (output / RECORD).is_file():
         return None
-    record = json.loads((output / RECORD).read_text())
+    record = read_record(output / RECORD)
     if not record["complete"]:
         return None
     compare(output, {"settings": record["settings"]}, {"settings": settings.to_dict()})
-    earlier = json.loads((output / RUN).read_text()) if (output / RUN).is_file() else {}
+    earlier = read_record(output / RUN) if (output / RUN).is_file() else {}
     for section, now in inputs_of(settings).items():
         compare(output, {section: {name: earlier.get(section, {}).get(name) for name in now}}, {section: now})
     names = ("complete", "steps", "max_steps", "tokens", "seconds", "log")
@@ -98,29 +101,38 @@ def inputs_of(settings: Settings) -> dict[str, dict[str, str]]:
 
 def prepare_folder(output: Path, identity: dict, resume: str) -> str | None:
     """Makes or clears the folder; returns the checkpoint to continue from."""
-    found = last_checkpoint(output)
+    found = None if resume == "none" else last_checkpoint(output)
     if resume == "none":
         for path in [*checkpoints(output).values(), output / MODEL]:
             shutil.rmtree(path, ignore_errors=True)
         for name in (RECORD, RUN):
             (output / name).unlink(missing_ok=True)
-        found = None
     elif found is not None:
-        compare(output, json.loads((output / RUN).read_text()), identity)
+        compare(output, read_record(output / RUN), identity)
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / RUN, identity)
     return found
 
 
+def read_record(path: Path) -> dict:
+    """RECORD or RUN; ValueError where it is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({one_line(error)}): start anew with --resume none.") from error
+
+
 def compare(output: Path, earlier: dict, now: dict) -> None:
     """ValueError that names the first difference between two runs, as far as both say what they depend on."""
     earlier, now = (dict(flat(json.loads(json.dumps(run)))) for run in (earlier, now))
-    for name in sorted(earlier.keys() | now.keys()):
-        before, after = (run.get(name, "nothing") for run in (earlier, now))
+    for name in dict.fromkeys([*earlier, *now]):
+        before, after = (run.get(name) for run in (earlier, now))
         if before != after and name not in IRRELEVANT:
+            had = f"with {name}={before!r}" if name in earlier else f"without {name}"
+            has = repr(after) if name in now else "left out"
             raise ValueError(
-                f"{output} holds a run with {name}={before!r}, and now it is {after!r}: continue with the same "
-                "configuration, name another output, or start anew with --resume none."
+                f"{output} holds a run {had}, and now it is {has}: continue with the same configuration, name another "
+                "output, or start anew with --resume none."
             )
 
 
@@ -145,6 +157,8 @@ def last_checkpoint(output: Path) -> str | None:
             json.loads((folder / "trainer_state.json").read_text())
         except (OSError, ValueError):
             continue
+        if not [*folder.glob("optimizer*"), *folder.glob("global_step*")]:  # the latter is DeepSpeed's
+            raise ValueError(f"{folder} has lost the optimizer's state: remove it, or start anew with --resume none.")
         return str(folder)
     return None
 

@@ -301,6 +301,7 @@ def _check(settings: Settings) -> None:
         _at_least(f"data.texts.{name}.share", text.share, 0, above=True)
     _at_least("data.context", settings.data.context, 2)
     _at_least("measure.rows", settings.measure.rows, 1)
+    _at_least("measure.every", settings.measure.every, 0, above=True)
     for name in ("learning_rate", "multiplier"):
         if (rate := getattr(settings.gates, name)) is not None:
             _at_least(f"gates.{name}", rate, 0)
@@ -344,6 +345,8 @@ def _check_training(training: dict) -> None:
         number = isinstance(known[name], int | float) and not isinstance(known[name], bool)
         if number and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"training.{name}={value!r} must be a number.")
+        if isinstance(known[name], bool) and not isinstance(value, bool):
+            raise ValueError(f"training.{name}={value!r} must be true or false.")
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if type(count := training.get(name, 1)) is not int or count < 1:
             raise ValueError(f"training.{name}={count!r} must be an integer of at least 1.")
@@ -366,7 +369,7 @@ def _check_moments(settings: Settings) -> None:
     moments |= {f"measure.{name}": getattr(settings.measure, name) for name in ("every", "warn_after")}
     moments |= {f"stages[{index}].until": stage.until or 0 for index, stage in enumerate(settings.stages)}
     for place, moment in moments.items():
-        if moment < 0 or (isinstance(moment, float) and moment > 1):
+        if not moment >= 0 or (isinstance(moment, float) and moment > 1):
             raise ValueError(
                 f"{place}={moment} must be an integer, which counts steps, or a fraction of the run from 0.0 to 1.0."
             )

@@ -277,8 +277,10 @@ def undo_transplant(gated: nn.Module, source: nn.Module, edits: Iterable[dict]) 
 
     edits: of a report, or of transplant.json. Each names a layer, and every tensor that it touched there becomes the
     source's again, its gates becoming zero; so taking back one kind of edit of a layer also takes back the others that
-    touched the same tensors. What lies in files stays as the transplant left it: the tokenizer and the generation
-    settings, without the first token, and the policy in the config. Raises ValueError for an unknown edit.
+    touched the same tensors. o_proj's bias carries W_O v_0 for as long as v_proj's takes v_0 away. What lies in files
+    stays as the transplant left it: the tokenizer and the generation settings, without the first token, and the policy
+    in the config. Raises ValueError for an unknown edit, for a model that is no transplant, and for a source that it
+    cannot be from.
     """
     edits, depth = list(edits), gated.config.num_hidden_layers
     for edit in edits:
@@ -286,11 +288,46 @@ def undo_transplant(gated: nn.Module, source: nn.Module, edits: Iterable[dict]) 
             raise ValueError(f"edit {edit.get('edit')!r} is none of {', '.join(EDITED)}.")
         if edit.get("layer") not in range(depth):
             raise ValueError(f"layer {edit.get('layer')!r} of an edit is none of 0 to {depth - 1}.")
+    _check_source(gated, source)
     for edit in edits:
         if edit["edit"] == "gates":
             _leave_at_identity(gated, edit["layer"], list(range(gated.config.num_attention_heads)))
         for name in EDITED[edit["edit"]]:
             _restore(gated, source, edit["layer"], name)
+    for layer in sorted({edit["layer"] for edit in edits if "self_attn.o_proj.bias" in EDITED[edit["edit"]]}):
+        _carry_constant(gated, source, layer)
+
+
+def _check_source(gated: nn.Module, source: nn.Module) -> None:
+    """ValueError unless the two are a transplant and a model that it can be from."""
+    if (gated.config.gate_retrofit or {}).get("policy") != "transplant":
+        raise ValueError("Only a transplant has edits to take back: its config.gate_retrofit says so.")
+    origins = {name: parameter.shape for name, parameter in source.named_parameters()}
+    if any(".g_proj." in name or ".g_param" in name for name in origins):
+        raise ValueError("The source has gates itself: pass the model that was transplanted, without gates.")
+    absent = [name for name, parameter in gated.named_parameters() if _is_weight(name) and name not in origins]
+    if absent:
+        raise ValueError(f"The source, a {type(source).__name__}, has no parameter {absent[0]}: pass the whole model.")
+    for name, parameter in gated.named_parameters():
+        if name in origins and origins[name] != parameter.shape:
+            raise ValueError(
+                f"{name} is {tuple(parameter.shape)}, and {tuple(origins[name])} in the source: it is another model's."
+            )
+
+
+def _is_weight(name: str) -> bool:
+    """Whether a parameter of a transplant is one of its source, too."""
+    return ".g_proj." not in name and not name.endswith("_proj.bias")
+
+
+def _carry_constant(gated: nn.Module, source: nn.Module, layer: int) -> None:
+    """o_proj's bias carries W_O v_0 for as long as v_proj's takes v_0 away."""
+    biases = [model.model.layers[layer].self_attn.v_proj.bias for model in (gated, source)]
+    first = -biases[0] if biases[1] is None else biases[1] - biases[0]
+    config, output = gated.config, source.model.layers[layer].self_attn.o_proj.weight
+    heads = first.unflatten(0, (config.num_key_value_heads, -1))
+    groups = config.num_attention_heads // config.num_key_value_heads
+    gated.model.layers[layer].self_attn.o_proj.bias.add_(output @ heads.repeat_interleave(groups, 0).flatten())
 
 
 def _restore(gated: nn.Module, source: nn.Module, layer: int, place: str) -> None:
@@ -299,8 +336,6 @@ def _restore(gated: nn.Module, source: nn.Module, layer: int, place: str) -> Non
     if name not in origins and (name.endswith("_proj.bias") or ".g_proj." in name):
         target.zero_()
         return
-    if name not in origins:
-        raise ValueError(f"The source, a {type(source).__name__}, has no parameter {name}: pass the whole model.")
     target.copy_(origins[name])
     if place == "self_attn.o_proj.weight":  # a gate at the identity has the score 1/2, which o_proj makes up for
         left = (gated.config.gate_retrofit or {}).get("identity_heads") or {}

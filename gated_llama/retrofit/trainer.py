@@ -301,6 +301,8 @@ def optimizer_of(args: TrainingArguments, model: nn.Module) -> tuple[type[torch.
     """Class and options; ValueError or ImportError for one that is not installed or brings its own groups."""
     try:
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if "params" not in options and isinstance(kind, type):
+            kind([nn.Parameter(torch.zeros(1))], **options)  # says what it does not take
     except ValueError as error:
         options = f"optim={args.optim.value} with optim_args={args.optim_args!r}"
         raise ValueError(f"training.{options}: {one_line(error)}") from error

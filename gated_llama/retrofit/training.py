@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from .. import __version__
 from ..convert.loading import Loadable
 from ..convert.output_folder import building
+from ..convert.tensor_files import one_line
 from ..diagnostics.corpus import first_token, read_documents, with_first
 from .callbacks import Clock, Interruption, Told, Watch
 from .data import Rows, mix_rows, same_tokens, token_stream
@@ -81,6 +83,10 @@ def train(
         trainer.add_callback(Told(progress))
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{checkpoint} is damaged ({one_line(error)}): remove it, and the run begins at an earlier one or anew."
+        ) from error
     finally:
         interruption.release()
     if interruption.happened:
@@ -145,8 +151,8 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
     else:
         trainer.add_callback(Watch(trainer, with_first(watched, student_bos)))
     fields = {name: value for name, value in settings.to_dict().items() if name not in IRRELEVANT}
-    identity = {"settings": fields, "texts": rows.digests, "rows": rows.order, "world_size": arguments.world_size}
-    return trainer, identity | {"weights": weights}
+    identity = {"settings": fields, "world_size": arguments.world_size, "weights": weights}
+    return trainer, identity | {"texts": rows.digests, "rows": rows.order}
 
 
 def open_source(settings: Settings, tokenizer) -> tuple[Loadable | None, int | None]:
@@ -267,6 +273,7 @@ def report(trainer: RetrofitTrainer, output: Path, *, complete: bool) -> Trainin
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()) if complete else None,
             "seed": settings.seed,
             "rows": dict(Counter(trainer.train_dataset.names)),
+            "first_tokens": {"student": trainer.student_bos, "source": trainer.source_bos},
             "parameters": dict(sizes),
             "versions": versions(),
             "device": str(trainer.args.device),
@@ -302,6 +309,9 @@ def finish(trainer: RetrofitTrainer, output: Path) -> TrainingReport:
         (folder / "training_args.bin").unlink(missing_ok=True)
         card = Path(trainer.files) / "README.md"
         text = card.read_text(encoding="utf-8") if card.is_file() else f"# {output.name}\n"
+        text = text.replace(f"# {card.parent.name}\n", f"# {output.name}\n", 1).replace(
+            f'from_pretrained("{card.parent.name}"', f'from_pretrained("{output.name}"'
+        )
         losses = ", ".join(f"{name} x {weight:g}" for name, weight in weights.items())
         section = CARD.format(
             steps=training["steps"], tokens=training["tokens"], version=__version__, losses=losses, seed=settings.seed
