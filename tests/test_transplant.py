@@ -249,9 +249,10 @@ def test_refits_undone_alone_leave_the_gates_in_place(source, rows):
 def test_undone_only_with_its_own_source(source, rows, tiny_model):
     gated, report = transplant_rows(source, rows, FIRST)
     before = {name: value.clone() for name, value in gated.state_dict().items()}
+    wider = tiny_model(gate_position=None, qk_norm=source.config.qk_norm, hidden_size=48)
     for other, message in (
         (gated, "The source has gates itself"),
-        (tiny_model(gate_position=None, hidden_size=48), "in the source: it is another model's"),
+        (wider, "in the source: it is another model's"),
         (source.model, "has no parameter model.embed_tokens.weight: pass the whole model"),
     ):
         with pytest.raises(ValueError, match=message):

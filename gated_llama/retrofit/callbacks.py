@@ -15,7 +15,7 @@ from ..diagnostics import Activations, FirstTokenAttention, GateScores, decoder_
 from ..diagnostics.gates import gate_modules
 from .losses import plain_name
 from .settings import Settings, in_steps
-from .trainer import RetrofitTrainer, matches
+from .trainer import RetrofitTrainer, matches, trains
 
 
 logger = logging.get_logger(__name__)
@@ -111,7 +111,8 @@ class Watch(TrainerCallback):
         self.start = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if name in self.gates}
         self.start_scores = self.scores()
         record = getattr(trainer.model.config, "gate_retrofit", None) or {}
-        trained = any("gates" in stage.train or "all" in stage.train for stage in self.settings.stages)
+        stages, gates = self.settings.stages, self.settings.gates
+        trained = any(trains(stage, name, gates) for stage in stages for name in self.gates)
         self.warned = record.get("policy") == "transplant" or not trained
         self._logged_at: int | None = None
 
