@@ -104,6 +104,10 @@ MISTAKES = {
     "gap": ({"losses": {"kl": {"stop": 2}}}, "No loss is on at step 2 of 6: change a start or a stop"),
     "never measured": ({"measure": {"every": 0}}, "measure.every=0 must be a finite number above 0."),
     "no number as moment": ({"losses": {"kl": {"start": float("nan")}}}, "losses.kl.start=nan must be an integer"),
+    "another text as switch": (
+        {"training": {"activation_checkpointing": "no"}},
+        "training.activation_checkpointing='no' must be true or false.",
+    ),
     "a text as switch": ({"training": {"bf16": "false"}}, "training.bf16='false' must be true or false."),
     "betas": (
         {"training": {"adam_beta1": 2.0}},

@@ -338,6 +338,7 @@ def _at_least(place: str, value: float, least: float, above: bool = False) -> No
 
 def _check_training(training: dict) -> None:
     known = {f.name: f.default for f in dataclasses.fields(TrainingArguments) if f.init}
+    switches = {f.name for f in dataclasses.fields(TrainingArguments) if f.type in (bool, bool | None)}
     for name, value in training.items():
         check_name(name, known, f"training.{name}")
         if name in TRAINING_FIXED:
@@ -345,7 +346,7 @@ def _check_training(training: dict) -> None:
         number = isinstance(known[name], int | float) and not isinstance(known[name], bool)
         if number and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"training.{name}={value!r} must be a number.")
-        if isinstance(known[name], bool) and not isinstance(value, bool):
+        if name in switches and not isinstance(value, bool):
             raise ValueError(f"training.{name}={value!r} must be true or false.")
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if type(count := training.get(name, 1)) is not int or count < 1:

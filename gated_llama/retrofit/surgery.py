@@ -325,7 +325,7 @@ def _carry_constant(gated: nn.Module, source: nn.Module, layer: int) -> None:
     biases = [model.model.layers[layer].self_attn.v_proj.bias for model in (gated, source)]
     first = -biases[0] if biases[1] is None else biases[1] - biases[0]
     config, output = gated.config, source.model.layers[layer].self_attn.o_proj.weight
-    heads = first.unflatten(0, (config.num_key_value_heads, -1))
+    heads = first.to(output).unflatten(0, (config.num_key_value_heads, -1))
     groups = config.num_attention_heads // config.num_key_value_heads
     gated.model.layers[layer].self_attn.o_proj.bias.add_(output @ heads.repeat_interleave(groups, 0).flatten())
 
