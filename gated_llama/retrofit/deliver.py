@@ -90,15 +90,8 @@ def transplant_checkpoint(
         progress("measuring the result", 1, 1)
         gated = gated.to(getattr(torch, written))
         with building(output, sum(tensor.nbytes for tensor in gated.state_dict().values())) as folder:
-            dropped = _write(gated, plain, folder, first, max_shard_size)
-            card = model_card(
-                gated.config,
-                name=output.name,
-                source_folder=loadable.checkpoint.folder,
-                base_model=loadable.checkpoint.hub_id,
-            )
-            (folder / "README.md").write_text(card, encoding="utf-8")
-            report.measures["first_token_dropped"] = dropped
+            report.measures["first_token_dropped"] = _write(gated, plain, folder, first, max_shard_size)
+            _write_card(gated, folder, output.name, loadable)
             content = {
                 "source": loadable.checkpoint.hub_id or Path(source).name,
                 "source_model_type": converted.source_model_type,
@@ -194,6 +187,12 @@ def sink_measures(model: nn.Module, rows: torch.Tensor, first: int | None) -> di
         "max_activation_layer": spikes.max_layer,
         "max_activation_per_layer": spikes.per_layer,
     }
+
+
+def _write_card(gated: nn.Module, folder: Path, name: str, source: Loadable) -> None:
+    origin = source.checkpoint
+    card = model_card(gated.config, name=name, source_folder=origin.folder, base_model=origin.hub_id)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _write(gated: nn.Module, plain: Path, folder: Path, first: int, max_shard_size: int | str) -> bool:
