@@ -105,7 +105,7 @@ def edit_tensors(folder: Path, **changes) -> None:
         ({"gate_input": "constant", "gate_bias": True}, "no projection"),
         ({"position": None, "policy": "normal"}, "needs a gate"),
         ({"dtype": "int8"}, r"dtype='int8' is not supported; choose one of float32, bfloat16, float16"),
-        ({"max_shard_size": "5 gigabytes"}, "not supported"),
+        ({"max_shard_size": "5 gigabytes"}, r"max_shard_size=.5 gigabytes. is no size"),
         ({"max_shard_size": 0}, "no room"),
         ({"revision": "main"}, "belongs to a Hub id"),
     ],
