@@ -22,13 +22,14 @@ FirstToken = Annotated[str, typer.Option("--bos", help="Policy transplant: the f
 
 # Options of `convert` that are this policy's own, and those of the others that it shares.
 OPTIONS = ("calibration", "tokens", "context", "bos")
+SHARED = ("source", "output", "granularity", "dtype", "max_shard_size", "revision")
+# Values that say what a transplant writes anyway.
 IMPLIED = {
     "position": ("sdpa_output", "G1"),
     "operation": ("multiply",),
     "activation": ("sigmoid",),
     "gate_input": ("hidden_states",),
 }
-SHARED = ("source", "output", "granularity", "dtype", "max_shard_size", "revision")
 
 
 def flags(ctx: typer.Context, names) -> str:

@@ -34,11 +34,10 @@ def token_stream(
     first = next(documents, None)  # a file that cannot be read is told before it is hashed
     if first is None:
         raise ValueError(f"Text file {path} holds no text.")
-    separator = between_documents(path, separator)
     target = cache / f"{text_digest(tokenizer, path, separator)}.int32"
     if not target.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        ids = _encode(tokenizer, chain([first], documents), separator, str(path), progress)
+        ids = _encode(tokenizer, chain([first], documents), between_documents(path, separator), str(path), progress)
         unfinished = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
         try:
             with open(unfinished, "wb") as file:
@@ -73,7 +72,7 @@ def between_documents(path: str | Path, separator: str) -> str:
 
 def text_digest(tokenizer, path: str | Path, separator: str) -> str:
     """What identifies the ids that `tokenizer` gives the file, its documents joined by `separator`."""
-    digest = hashlib.sha256(separator.encode())
+    digest = hashlib.sha256(between_documents(path, separator).encode())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # as encoding leaves it: padding and truncation are no rules of the text
         backend.no_padding()

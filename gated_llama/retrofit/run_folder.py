@@ -10,7 +10,7 @@ from typing import Any
 
 from ..convert.loading import Loadable
 from ..convert.tensor_files import one_line
-from .data import between_documents, text_digest
+from .data import text_digest
 from .settings import Settings
 from .targets import unfinished
 
@@ -53,7 +53,7 @@ def check_folder(output: Path, settings: Settings) -> None:
             raise ValueError(f"{field}={given} lies in output={output}, which is written anew: name another output.")
         if given is not None and Path(given).is_dir() and output.resolve().is_relative_to(Path(given).resolve()):
             raise ValueError(f"output={output} lies in {field}={given}, which stays as it is: name another output.")
-    alike = (path.name for path in output.glob("checkpoint-*") if path not in checkpoints(output).values())
+    alike = {path.name for path in output.glob("checkpoint-*")} - {path.name for path in checkpoints(output).values()}
     if found := min(alike, default=None):
         raise ValueError(
             f"output={output} holds {found}, which would be deleted as an old checkpoint: move it elsewhere."
@@ -92,7 +92,7 @@ def inputs_of(settings: Settings) -> dict[str, dict[str, str]]:
     if "model" in local and local["model"].has_tokenizer:
         tokenizer, separator = local["model"].load_tokenizer(), settings.data.separator
         found["texts"] = {
-            name: text_digest(tokenizer, text.path, between_documents(text.path, separator))
+            name: text_digest(tokenizer, text.path, separator)
             for name, text in settings.data.texts.items()
             if Path(text.path).is_file()
         }

@@ -132,7 +132,7 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
     weights = {name: each.checkpoint.digest() for name, each in opened.items() if each is not None}
     kl = settings.losses.get("kl")
     if kl is not None and kl.targets is not None:
-        rows.targets = kept_targets(settings, arguments, rows, source, source_bos, say)
+        rows.targets = kept_targets(settings, arguments, rows, source, weights["source"], source_bos, say)
         source = source if "attention_output" in settings.losses else None
     trainer = RetrofitTrainer(
         student,
@@ -169,8 +169,8 @@ def open_source(settings: Settings, tokenizer) -> tuple[Loadable | None, int | N
     return loadable, named("source_bos", other, settings.source_bos)
 
 
-def kept_targets(settings: Settings, arguments, rows: Rows, source: Loadable, bos: int | None, say):
-    """The records of `losses.kl.targets`, which are computed by one process."""
+def kept_targets(settings: Settings, arguments, rows: Rows, source: Loadable, digest: str, bos: int | None, say):
+    """The records of `losses.kl.targets`, which are computed by one process. digest: of the source."""
     path, kl = Path(settings.losses["kl"].targets), settings.losses["kl"]
     if arguments.world_size > 1 and not path.is_file():
         raise ValueError(f"losses.kl.targets={path} does not exist: make it with one process, by starting the run so.")
@@ -178,7 +178,7 @@ def kept_targets(settings: Settings, arguments, rows: Rows, source: Loadable, bo
         path,
         rows,
         kl.top_k,
-        source=f"{source} {source.checkpoint.digest()}",
+        source=f"{source} {digest}",
         first=bos,
         load=lambda: source.load_model("float32").to(arguments.device),
         say=say,
