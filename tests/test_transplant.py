@@ -438,7 +438,17 @@ def test_the_command_tells_what_was_done(story, tmp_path, capsys, monkeypatch):
     (tmp_path / "more").mkdir()
     paths = [story, shutil.copy(story, tmp_path / "more" / story.name)]
     texts = [flag for path in paths for flag in ("--calibration", str(path))]
-    flags = ["--policy", "transplant", *texts, "--tokens", "600", "--context", "60"]
+    implied = [
+        "--position",
+        "G1",
+        "--operation",
+        "multiply",
+        "--activation",
+        "sigmoid",
+        "--gate-input",
+        "hidden_states",
+    ]
+    flags = ["--policy", "transplant", *implied, *texts, "--tokens", "600", "--context", "60"]
     assert main(["convert", str(STORIES), str(tmp_path / "out"), *flags]) == 0
     lines = capsys.readouterr().out
     assert f"diagnose {tmp_path / 'out'} --bos none" in lines
@@ -503,6 +513,7 @@ def test_the_measured_result_is_what_the_folder_holds(dtype, delivered, story, t
             ["--calibration", "STORY", "--position", "G2", "--bias", "1"],
             "--bias, --position: a transplant writes sigmoid gates",
         ),
+        (["--calibration", "STORY", "--gate-input", "constant"], "--gate-input: a transplant writes sigmoid gates"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_written(flags, message, story, tmp_path, capsys, monkeypatch):
