@@ -75,7 +75,17 @@ def card_rows(config: GatedLlamaConfig) -> dict[str, str]:
     }
     if fold := record.get("fold"):
         rows["folded"] = ", ".join(f"`{site}` times {factor:g}" for site, factor in fold.items()) + ", in gated layers"
+    if left := heads_at_identity(record):
+        rows["heads at the identity"] = f"layer/head {left}; their columns of `o_proj.weight` are doubled"
+    if record.get("policy") == "transplant":
+        rows["first token"] = "none: texts are read without the token that carried the sink; see transplant.json"
     return rows
+
+
+def heads_at_identity(record: dict) -> str:
+    """Layer/heads that a transplant left with the score 1/2: "1/3 4/0,7"; empty where there are none."""
+    left = record.get("identity_heads") or {}
+    return " ".join(f"{layer}/{','.join(map(str, left[layer]))}" for layer in sorted(left, key=int))
 
 
 def source_metadata(folder: Path | None) -> dict:

@@ -94,9 +94,13 @@ def gate_rows(found) -> dict[str, str]:
 
 
 def retrofit_rows(record: dict | None) -> dict[str, str]:
+    from gated_llama.hub import heads_at_identity
+
     if not record:
         return {"start": "not recorded"}
     folded = ", ".join(f"self_attn.{site} x {factor:g}" for site, factor in (record.get("fold") or {}).items())
+    if left := heads_at_identity(record):
+        folded = f"columns of self_attn.o_proj.weight x 2 for heads at the identity (layer/heads): {left}"
     return {
         "start": f"policy {record.get('policy')}, from a {record.get('source_model_type')} checkpoint",
         "folded": folded or "nothing",

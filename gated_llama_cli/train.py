@@ -23,7 +23,8 @@ def train(
         Path, typer.Argument(metavar="CONFIG.yaml", help="The run; README.md lists its fields under Training.")
     ],
     resume: Annotated[
-        Literal["auto", "none"], typer.Option(help="auto: from the last checkpoint in the output; none: start anew.")
+        Literal["auto", "none"],
+        typer.Option(help="auto: from the last checkpoint in the output; none: delete what it holds and start anew."),
     ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder of the run, instead of the file's `output`.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run, instead of the file's `seed`.")] = None,

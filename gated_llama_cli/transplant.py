@@ -29,13 +29,14 @@ IMPLIED = {
     "operation": ("multiply",),
     "activation": ("sigmoid",),
     "gate_input": ("hidden_states",),
+    "gate_bias": (True,),
 }
 
 
 def flags(ctx: typer.Context, names) -> str:
     """Those of the named options that were given, as they are written."""
     given = (name for name in sorted(names) if ctx.get_parameter_source(name).name == "COMMANDLINE")
-    return ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    return ", ".join(f"--{'no-' if ctx.params[name] is False else ''}{name.replace('_', '-')}" for name in given)
 
 
 def refuse_options(ctx: typer.Context):
@@ -49,7 +50,9 @@ def run(ctx: typer.Context):
     implied = {name for name, values in IMPLIED.items() if ctx.params[name] in values}
     if others := flags(ctx, ctx.params.keys() - {*OPTIONS, *SHARED, *implied, "policy"}):
         raise typer.BadParameter(
-            "a transplant writes sigmoid gates at G1 that multiply, in all layers", param_hint=others
+            "is not for --policy transplant: its gates are sigmoids at G1 that multiply, with biases, in all layers; "
+            "they are fitted, not drawn",
+            param_hint=others,
         )
     if not ctx.params["calibration"]:
         raise typer.BadParameter(
@@ -61,7 +64,7 @@ def run(ctx: typer.Context):
     options = {name: ctx.params[name] for name in (*OPTIONS, *SHARED)}
     with Steps(options["source"]) as steps:
         report = transplant_checkpoint(**options, progress=told(steps))
-    show(report, options["source"], options["output"])
+    show(report, options)
 
 
 def told(steps: Steps):
@@ -75,7 +78,8 @@ def told(steps: Steps):
     return update
 
 
-def show(report, source: str, output: Path):
+def show(report, options: dict):
+    source, output = options["source"], options["output"]
     measures, sink = report.measures, report.sink
     heads = sum(len(layer) for layer in sink.heads)
     before, after = measures["source"], measures["result"]
@@ -100,13 +104,20 @@ def show(report, source: str, output: Path):
     fitted = [r2 for layer in report.layers for r2 in layer.r2 if r2 is not None]
     quieted = ", ".join(f"{layer.layer}/{unit}" for layer in report.layers for unit in layer.quieted)
     rows = [
+        ("calibration", f"{report.calibration_tokens:,} tokens of {options['tokens']:,} asked for"),
         ("heads with a transplanted sink", f"{sink.count} of {heads}"),
         ("identity heads (layer/heads)", at_identity(report.layers, len(sink.heads[0])) or "none"),
-        ("median R2 of the gates", f"{sorted(fitted)[len(fitted) // 2]:.2f}" if fitted else "-"),
+        ("median R2 of the gates, on the calibration", f"{sorted(fitted)[len(fitted) // 2]:.2f}" if fitted else "-"),
         ("quieted units (layer/unit)", quieted or "none"),
         ("tokenizer", f"no longer begins with {sink.first_token}" if measures["first_token_dropped"] else "unchanged"),
     ]
     out.print(facts(f"{source} -> {output}", rows))
+    if report.calibration_tokens < options["tokens"] / 2:
+        err.print(
+            f"[bold yellow]Warning:[/] {report.calibration_tokens:,} tokens are few: gates fit them well and other "
+            "text badly. Give more text.",
+            soft_wrap=True,
+        )
     # Not against the source: both would read what the result's tokenizer puts first, and the source needs its token.
     command = shlex.join(["gated-llama", "diagnose", str(output), "--bos", "none", "--out", f"{output}-diagnosis"])
     out.print(f"Next: {escape(command)}", soft_wrap=True)

@@ -8,12 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import gated_llama_cli
+from gated_llama.convert import convert_checkpoint
 from gated_llama.convert.serving import serving_table
+from gated_llama.diagnostics.corpus import read_texts
 from gated_llama.retrofit.settings import (
     LOSS_SETTINGS,
     PARTS,
@@ -29,6 +38,7 @@ from gated_llama.retrofit.settings import (
 
 
 ROOT = Path(__file__).parents[1]
+STORIES = ROOT / "tests" / "data" / "stories260K"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SOURCE_IN_README = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
 
@@ -140,6 +150,29 @@ def test_readme_python_runs(tiny_llama, tmp_path, monkeypatch, capsys):
     generated, scores = capsys.readouterr().out.strip().rsplit("\n", 1)
     assert generated.startswith("The capital of France is")
     assert scores == "2 torch.Size([1, 24, 4, 1]) tensor(0.5000, grad_fn=<MeanBackward0>)"
+
+
+def test_readme_retrofits_run(tmp_path, monkeypatch):
+    """The blocks that need a model with a sink, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    (story,), _ = read_texts(None)
+    (tmp_path / "prose.txt").write_text(story)
+    convert_checkpoint(STORIES, "gated")
+    run = {"model": "gated", "source": str(STORIES), "output": "run", "losses": {"kl": 1.0, "outlier": 0.01}}
+    run |= {"data": {"context": 32, "texts": {"prose": "prose.txt"}}, "training": {"max_steps": 2}}
+    (tmp_path / "polish.yaml").write_text(yaml.safe_dump(run))
+    names = {"source": str(STORIES), "texts": [story[:8000]]}
+    names["model"] = AutoModelForCausalLM.from_pretrained("gated")
+    before = [layer.self_attn.g_proj.weight.clone() for layer in names["model"].model.layers]
+    for block in readme_blocks("py"):
+        exec(block.replace("context=511", "context=60"), names)  # in longer rows this model has no sink
+    taken_back = [not layer.self_attn.g_proj.weight.any() for layer in names["gated"].model.layers]
+    assert taken_back == [False, False, False, True, False]
+    steps = [entry for entry in names["trainer"].state.log_history if "loss" in entry]
+    assert len(steps) == 2
+    assert {"loss_kl", "loss_outlier", "learning_rate_gates"} <= steps[0].keys()
+    after = [layer.self_attn.g_proj.weight for layer in names["model"].model.layers]
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 @pytest.mark.slow

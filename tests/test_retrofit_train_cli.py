@@ -144,7 +144,7 @@ MISTAKES = {
     "reports": ({"training": {"report_to": "comet_ml"}}, "training.report_to: comet_ml is not installed, or unknown"),
     "hub": ({"training": {"push_to_hub": True}}, "upload the folder `model` of the finished run"),
     "one who reports": ({"training": {"report_to": 5}}, "training.report_to: 5 is not installed, or unknown"),
-    "log level": ({"training": {"log_level": "bogus"}}, "training: "),
+    "log level": ({"training": {"log_level": "bogus"}}, "training: unknown value 'bogus'"),
     "weights alone": (
         {"training": {"save_only_model": True}},
         "training.save_only_model is not set here: a run that is",
@@ -161,6 +161,23 @@ MISTAKES = {
         {"losses": {"kl": {"top_k": 5, "targets": str(STORIES)}}},
         f"losses.kl.targets={STORIES} is a folder: name a file in it.",
     ),
+    "an empty path": ({"source": ""}, "source is empty: give a path, or leave it out."),
+    "evaluation": (
+        {"training": {"eval_strategy": "steps"}},
+        "training.eval_strategy is not set here: there is nothing to evaluate on",
+    ),
+    "the best": ({"training": {"save_strategy": "best"}}, "training.save_strategy='best' needs an evaluation"),
+    "a batch": (
+        {"training": {"batch_size": 2}},
+        "training.batch_size is unknown: did you mean 'per_device_train_batch_size'?",
+    ),
+    "null for none": (
+        {"student_bos": None},
+        "student_bos is empty: give it a value, or leave it out for its default.",
+    ),
+    "null below": ({"data": {"separator": None}}, "data.separator is empty: give it a value"),
+    "too many tokens": ({"losses": {"kl": {"top_k": 5000}}}, "losses.kl.top_k=5000 of a vocabulary of 512"),
+    "text folder": ({"data": {"texts": {"a": str(STORIES)}}}, "is a folder: name the file in it."),
     "watched text": ({"measure": {"text": str(STORIES / "no.txt")}}, "no.txt does not exist."),
 }
 
@@ -269,6 +286,32 @@ def test_another_tokenizer(workshop, capsys, tmp_path):
     assert code == 2
     assert "give" in message
     assert "different ids: the two can only be compared on the same ones." in message
+
+
+def test_another_vocabulary(workshop, capsys, tmp_path):
+    """Two tokens exchanged that the texts begin without; a first document without text."""
+    _, recipe = workshop
+    other = shutil.copytree(STORIES, tmp_path / "other")
+    rules = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = rules["model"]["vocab"]
+    rare = [token for token in vocabulary if token.isdecimal()][:2]
+    vocabulary[rare[0]], vocabulary[rare[1]] = vocabulary[rare[1]], vocabulary[rare[0]]
+    (other / "tokenizer.json").write_text(json.dumps(rules))
+    texts = ["", "Once upon a time there was a dog. " * 99]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    data = recipe["data"] | {"texts": {"a": str(tmp_path / "text.jsonl")}}
+    path = write(tmp_path, recipe, source=str(other), output=str(tmp_path / "run"), data=data)
+    code, message = command(path, capsys=capsys)
+    assert code == 2
+    assert any(f"give the token {token!r} different ids" in message for token in rare), message
+
+
+def test_a_text_without_rows_is_told(workshop, caplog, tmp_path):
+    _, recipe = workshop
+    prose = recipe["data"]["texts"]["prose"]
+    data = recipe["data"] | {"texts": {"a": prose, "b": {"path": prose, "share": 0.01}}}
+    assert main(["train", str(write(tmp_path, recipe, output=str(tmp_path / "run"), data=data))]) == 0
+    assert "data.texts.b: its share of 6 rows is none; it is not trained on." in caplog.messages
 
 
 def test_numbers_moments_and_shorthands(workshop, tmp_path):

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM
+from gated_llama.convert import convert_checkpoint
 from gated_llama.convert.tensor_files import read_json
 from gated_llama.diagnostics import corpus
 from gated_llama.diagnostics.corpus import read_documents
@@ -249,11 +252,73 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(workshop, 
         return loss + (weight - weight.detach()).abs().sum().sqrt() if self.state.global_step == 2 else loss
 
     monkeypatch.setattr(RetrofitTrainer, "compute_loss", broken)
-    with pytest.raises(ValueError, match=r"The grad_norm is nan at step 3"):
+    with pytest.raises(ValueError, match=r"The grad_norm is nan at step 3: lower .* start anew \(with --resume none"):
         train(chosen)
+    record = json.loads((folder / "broken" / "training.json").read_text())
+    assert [entry["step"] for entry in record["log"] if "loss" in entry] == [1, 2, 3]
+    assert not record["complete"]
     saved = load_file(folder / "broken" / "checkpoint-2" / "model.safetensors")
     assert all(value.isfinite().all() for value in saved.values())
     assert not (folder / "broken" / "checkpoint-3").exists()
+
+
+def test_what_is_watched_is_no_number(workshop, monkeypatch):
+    """Measured before the step itself is logged."""
+    folder, recipe = workshop
+    training = recipe["training"] | {"learning_rate": 1e9, "optim": "sgd", "max_grad_norm": 0.0}
+    chosen = settings(folder, recipe, output=str(folder / "diverged"), training=training, measure={"every": 1})
+    with pytest.raises(ValueError, match=r"not finite .* at step \d: lower the learning rate"):
+        train(chosen)
+
+
+def test_gates_alone_are_rated(workshop):
+    folder, recipe = workshop
+    gates = {"learning_rate": 0.01, "multiplier": None}
+    training = recipe["training"] | {"learning_rate": 0.0, "max_steps": 3, "lr_scheduler_type": "linear"}
+    report = run(folder, recipe, "gates-rate", gates=gates, training=training)
+    rates = [entry["learning_rate_gates"] for entry in steps(report)]
+    assert rates == pytest.approx([0.01, 0.01 * 2 / 3, 0.01 / 3])
+    assert all(entry["learning_rate"] == 0 for entry in steps(report))
+
+
+def test_a_gate_without_parameters_is_trained_through(workshop):
+    folder, recipe = workshop
+    gate = {"gate_input": "states", "granularity": "elementwise"}
+    convert_checkpoint(STORIES, folder / "states", policy="normal", **gate)
+    changes = {"model": str(folder / "states"), "losses": {"next_token": 1.0}}
+    rated = settings(folder, recipe, **changes)
+    with pytest.raises(ValueError, match="No stage trains gates"):
+        build_trainer(rated)
+    free = {**changes, "gates": {"multiplier": None}}
+    with pytest.raises(ValueError, match="whose gates have no parameters: train more than gates"):
+        build_trainer(settings(folder, recipe, stages=[{"train": ["gates"]}], **free))
+    report = run(folder, recipe, "through", **free)
+    assert report.complete
+    assert report.watched()[-1]["watch_gate_change"] > 0
+
+
+def test_results_say_what_they_were_trained_from(workshop):
+    folder, recipe = workshop
+    run(folder, recipe, "first", training=recipe["training"] | {"max_steps": 2})
+    model = str(folder / "first" / "model")
+    run(folder, recipe, "second", model=model, training=recipe["training"] | {"max_steps": 1})
+    record = read_json(folder / "second" / "model" / "config.json")["gate_retrofit"]["training"]
+    assert (record["steps"], record["earlier"]["steps"]) == (1, 2)
+
+
+def test_from_python_mistakes_are_values(workshop):
+    folder, recipe = workshop
+    trainer, _ = build_trainer(settings(folder, recipe))
+    make = partial(RetrofitTrainer, trainer.model, settings=trainer.settings)
+    arguments, rows = trainer.args, trainer.train_dataset
+    with pytest.raises(ValueError, match="rows are a list: make them with `mix_rows`"):
+        make(arguments, rows=[1])
+    with pytest.raises(ValueError, match="losses kl, attention_output compare with a source: pass one"):
+        make(arguments, rows=rows).train()
+    with pytest.raises(ValueError, match="max_steps=7 in the arguments and 6 in the settings"):
+        make(replace(arguments, max_steps=7), rows=rows)
+    with pytest.raises(ValueError, match="`training_arguments\\(settings\\)` makes the arguments"):
+        make(replace(arguments, remove_unused_columns=True), rows=rows)
 
 
 def test_an_unfinished_checkpoint_is_passed_over(workshop):

@@ -5,14 +5,16 @@ import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from gated_llama import gate_override, neutral_scores, retrofit
-from gated_llama.convert import convert_checkpoint
+from gated_llama.convert import convert_checkpoint, output_folder
 from gated_llama.diagnostics.probes import attention_modules, listen_to_attention
+from gated_llama.hub import card_rows
 from gated_llama.retrofit import deliver, surgery
 from gated_llama.retrofit.calibration import scratch
 from gated_llama.retrofit.deliver import transplant_checkpoint
@@ -23,6 +25,7 @@ from gated_llama.retrofit.sink import SinkReport, measure_sink
 from gated_llama.retrofit.surgery import gated_copy, transplant_rows, undo_transplant
 from gated_llama.retrofit.walk import WalkOptions, attention_on, thinned
 from gated_llama_cli import main
+from gated_llama_cli.inspect import retrofit_rows
 
 
 STORIES = Path(__file__).parent / "data" / "stories260K"
@@ -452,6 +455,7 @@ def test_the_command_tells_what_was_done(story, tmp_path, capsys, monkeypatch):
     assert main(["convert", str(STORIES), str(tmp_path / "out"), *flags]) == 0
     lines = capsys.readouterr().out
     assert f"diagnose {tmp_path / 'out'} --bos none" in lines
+    assert "600 tokens of 600 asked for" in lines
     folded = re.sub(r"[\s│]", "", lines)  # cells of the table go over several lines
     assert "identityheads(layer/heads)1/0,52/0,1,5,63/0,1,2,5,6,74/0,1,2,3,5,6,7" in folded
     names = [
@@ -511,9 +515,10 @@ def test_the_measured_result_is_what_the_folder_holds(dtype, delivered, story, t
         (["--calibration", "STORY", "--bos", "once upon"], "tokens and must be one"),
         (
             ["--calibration", "STORY", "--position", "G2", "--bias", "1"],
-            "--bias, --position: a transplant writes sigmoid gates",
+            "--bias, --position: is not for --policy transplant: its gates are sigmoids",
         ),
-        (["--calibration", "STORY", "--gate-input", "constant"], "--gate-input: a transplant writes sigmoid gates"),
+        (["--calibration", "STORY", "--no-gate-bias"], "--no-gate-bias: is not for --policy transplant"),
+        (["--calibration", "STORY", "--gate-input", "constant"], "--gate-input: is not for --policy transplant"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_written(flags, message, story, tmp_path, capsys, monkeypatch):
@@ -523,6 +528,37 @@ def test_mistakes_are_one_line_and_nothing_is_written(flags, message, story, tmp
     error = " ".join(capsys.readouterr().err.split())
     assert message in error, error
     assert not list(tmp_path.iterdir())
+
+
+def test_too_little_text_is_told(tmp_path, capsys):
+    (tmp_path / "story.txt").write_text(TEXT[:1500])
+    flags = ["--policy", "transplant", "--calibration", str(tmp_path / "story.txt"), "--context", "60"]
+    assert main(["convert", str(STORIES), str(tmp_path / "out"), *flags]) == 0
+    printed = capsys.readouterr()
+    tokens = json.loads((tmp_path / "out" / "transplant.json").read_text())["calibration_tokens"]
+    assert f"{tokens} tokens of 32,768 asked for" in printed.out
+    assert f"Warning: {tokens} tokens are few" in printed.err
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_fits(story, tmp_path, monkeypatch):
+    monkeypatch.setattr(deliver, "transplant_rows", None)
+    with pytest.raises(NotADirectoryError) as caught:
+        transplant_checkpoint(STORIES, story / "out", [story], tokens=600, context=60)
+    assert caught.value.filename == str(story / "out")
+    free = lambda path: SimpleNamespace(free=1000 if path.parent == tmp_path else 10**12)  # noqa: E731
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", free)
+    with pytest.raises(OSError, match="has 1,000 bytes free and the result needs 1,0"):
+        transplant_checkpoint(STORIES, tmp_path / "out", [story], tokens=600, context=60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_cards_tell_of_the_first_token_and_of_heads_at_the_identity(delivered):
+    config = AutoModelForCausalLM.from_pretrained(delivered).config
+    config.gate_retrofit = config.gate_retrofit | {"identity_heads": {"10": [1], "2": [0, 7]}}
+    rows = card_rows(config)
+    assert rows["heads at the identity"].startswith("layer/head 2/0,7 10/1;")
+    assert rows["first token"].startswith("none: ")
+    assert "2/0,7 10/1" in retrofit_rows(config.gate_retrofit)["folded"]
 
 
 def test_calibration_without_the_policy_is_refused(story, tmp_path, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,6 +25,7 @@ from gated_llama.diagnostics.divergence import first_divergence, layer_divergenc
 from gated_llama_cli.demo import find_smollm2
 
 
+STORIES = Path(__file__).parent / "data" / "stories260K"
 TINY = {
     "vocab_size": 300,
     "hidden_size": 40,
@@ -178,6 +179,22 @@ def test_tokenizer_json_counts_where_a_class_overrules_it(tmp_path):
     report = verify(tmp_path / "source", tmp_path / "result")
     assert report.ids_equal is True
     assert "tokenizer.json" in report.ids
+
+
+@pytest.mark.parametrize("template", ["$A", "<s> $A </s>"])
+def test_other_special_tokens_are_told(tmp_path, template):
+    """Also for a source whose class overrules its file."""
+    convert_checkpoint(STORIES, tmp_path / "result")
+    assert verify(STORIES, tmp_path / "result").ids_equal is True
+    path = tmp_path / "result" / "tokenizer.json"
+    special = [("<s>", 1), ("</s>", 2)]
+    rules = Tokenizer.from_file(str(path))
+    rules.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    rules.save(str(path))
+    report = verify(STORIES, tmp_path / "result")
+    assert report.bitwise
+    assert report.ids_equal is False
+    assert report.ids == "the source's tokenizer"
 
 
 def test_a_damaged_tokenizer_is_named(source):

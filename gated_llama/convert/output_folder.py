@@ -24,11 +24,18 @@ def check_output(output: Path, source: str | Path) -> Path:
     return output
 
 
+def check_writable(output: Path, size: int) -> None:
+    """OSError where `building` would raise one: told before long work instead of after it."""
+    trial = building(output, size)
+    trial.__enter__()
+    trial.discard()
+
+
 class building:
     """
     A folder beside `output` that takes its name when the block ends well and vanishes otherwise.
 
-    Raises OSError right away when the file system has no room for `size` bytes.
+    Raises OSError right away when it cannot be made, or the file system has no room for `size` bytes.
     """
 
     def __init__(self, output: Path, size: int):
@@ -40,7 +47,10 @@ class building:
 
     def __enter__(self) -> Path:
         try:
-            self.folder.mkdir(parents=True)
+            try:
+                self.folder.mkdir(parents=True)
+            except OSError as error:  # says where the result was to go, not what it was to be called until then
+                raise OSError(error.errno, error.strerror, str(self.output)) from error
             free = shutil.disk_usage(self.folder).free
             if free < self.size:
                 raise OSError(

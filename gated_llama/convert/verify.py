@@ -132,16 +132,18 @@ def _encode(source: Loadable, result: Loadable, text: str) -> tuple[list[int], s
     Ids with the special tokens that the source's tokenizer adds, where they are from, and whether the result agrees.
 
     For some model types the library's tokenizer class overrules tokenizer.json; a result that keeps to the file is
-    right.
+    right, as long as it puts the same special tokens around a text as one of the two.
     """
-    stream = source.load_tokenizer()(text)["input_ids"]
+    own = source.load_tokenizer()
+    stream = own(text)["input_ids"]
     if not result.has_tokenizer:
         return stream, "the source's tokenizer", False
     tokenizer, raw = result.load_tokenizer(), source.raw_tokenizer()
     found = tokenizer(text)["input_ids"]
     if found != stream and raw is not None:
         plain = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if plain == raw.encode(text, add_special_tokens=False).ids:
+        around = (own("")["input_ids"], raw.encode("").ids)
+        if plain == raw.encode(text, add_special_tokens=False).ids and tokenizer("")["input_ids"] in around:
             return found, "the source's tokenizer.json, which its own tokenizer class does not follow", True
     return stream, "the source's tokenizer", found == stream
 

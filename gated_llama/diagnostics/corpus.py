@@ -55,7 +55,8 @@ def read_documents(path: str | Path) -> Iterator[str]:
     path = Path(path)
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if not path.is_file():
-        raise ValueError(f"Text file {path} does not exist.")
+        state = "is a folder: name the file in it" if path.is_dir() else "does not exist"
+        raise ValueError(f"Text file {path} {state}.")
     if kind not in (".txt", ".jsonl"):
         raise ValueError(f"Text file {path} is neither .txt nor .jsonl (also .gz), with a field 'text' on each line.")
     opener = gzip.open if path.suffix == ".gz" else open

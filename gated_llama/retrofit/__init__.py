@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .adapters import GateAdapter, MergedGates, gate_adapter_config
+    from .data import mix_rows
     from .deliver import transplant_checkpoint
-    from .settings import Settings, read_settings
+    from .settings import Settings, read_settings, training_arguments
     from .sink import SinkReport, measure_sink
     from .surgery import TransplantReport, transplant, transplant_rows, undo_transplant
     from .trainer import RetrofitTrainer
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "adapters": ("GateAdapter", "MergedGates", "gate_adapter_config"),
+    "data": ("mix_rows",),
     "deliver": ("transplant_checkpoint",),
-    "settings": ("Settings", "read_settings"),
+    "settings": ("Settings", "read_settings", "training_arguments"),
     "sink": ("SinkReport", "measure_sink"),
     "surgery": ("TransplantReport", "transplant", "transplant_rows", "undo_transplant"),
     "trainer": ("RetrofitTrainer",),
@@ -41,8 +43,10 @@ __all__ = [
     "TransplantReport",
     "gate_adapter_config",
     "measure_sink",
+    "mix_rows",
     "read_settings",
     "train",
+    "training_arguments",
     "transplant",
     "transplant_checkpoint",
     "transplant_rows",

@@ -15,7 +15,7 @@ from ..diagnostics import Activations, FirstTokenAttention, GateScores, decoder_
 from ..diagnostics.gates import gate_modules
 from .losses import plain_name
 from .settings import Settings, in_steps
-from .trainer import RetrofitTrainer, matches, trains
+from .trainer import RetrofitTrainer, diverged, matches, trains
 
 
 logger = logging.get_logger(__name__)
@@ -138,7 +138,11 @@ class Watch(TrainerCallback):
             )
 
     def report(self, control) -> dict[str, float]:
-        found, wanted = self.measure(), control.should_log
+        wanted, step = control.should_log, self.trainer.state.global_step
+        try:
+            found = self.measure()
+        except ValueError as error:  # of a probe, about what is not finite
+            raise (diverged(str(error).rstrip("."), step) if step else error) from error
         self.trainer.log({f"watch_{name}": value for name, value in found.items()})
         control.should_log = wanted  # logging takes a step's own log as done
         return found
@@ -193,6 +197,6 @@ class Watch(TrainerCallback):
                 squares["moved"] += (value - start).float().square().sum().item()
                 squares["start"] += start.float().square().sum().item()
                 squares["random"] += scale**2 * start.numel()
-        size = math.sqrt(max(squares["start"], squares["random"]))
+        size = math.sqrt(max(squares["start"], squares["random"])) or 1.0  # a gate may have no parameters
         norms = {f"{part}_norm": math.sqrt(squares[part]) for part in ("gate", "base")}
         return norms | {"gate_movement": math.sqrt(squares["moved"]) / size}

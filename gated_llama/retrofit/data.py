@@ -11,25 +11,29 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from transformers.utils import logging
 
 from ..diagnostics.corpus import read_documents
 from .settings import Data
 
 
+logger = logging.get_logger(__name__)
+
 DOCUMENTS = 64  # documents tokenised at a time
+COMPARED = 8  # documents that two tokenizers are compared on
 
 Progress = Callable[[str, int], None]
 
 
 def token_stream(
-    tokenizer, path: str | Path, separator: str, cache: Path, progress: Progress | None = None
+    tokenizer, path: str | Path, separator: str, cache: str | Path, progress: Progress | None = None
 ) -> np.ndarray:
     """
     All ids of a file, documents joined by `separator`, as int32; read from `cache` where it was tokenised before.
 
     The cache is keyed by the file's content and the tokenizer. progress: called as progress(path, documents so far).
     """
-    path = Path(path)
+    path, cache = Path(path), Path(cache)
     documents = read_documents(path)
     first = next(documents, None)  # a file that cannot be read is told before it is hashed
     if first is None:
@@ -124,10 +128,12 @@ class Rows(Dataset):
         return item
 
 
-def mix_rows(tokenizer, data: Data, count: int, *, seed: int, cache: Path, progress: Progress | None = None) -> Rows:
+def mix_rows(
+    tokenizer, data: Data, count: int, *, seed: int, cache: str | Path, progress: Progress | None = None
+) -> Rows:
     """
     `count` rows, from each text as many as its share says, in an order that depends on the seed and on the order in
-    which the texts are named.
+    which the texts are named. cache: folder for token ids.
 
     Raises ValueError for a text that has fewer rows than that, unless `data.repeat`.
     """
@@ -137,6 +143,8 @@ def mix_rows(tokenizer, data: Data, count: int, *, seed: int, cache: Path, progr
     counts = proportional({name: text.share for name, text in data.texts.items()}, count)
     places = []
     for name, wanted in counts.items():
+        if not wanted:
+            logger.warning(f"data.texts.{name}: its share of {count} rows is none; it is not trained on.")
         available = len(streams[name]) // data.context
         if available < 1 or (available < wanted and not data.repeat):
             raise ValueError(
@@ -178,9 +186,13 @@ def draw(seed: int, row: int) -> float:
 
 
 def same_tokens(tokenizer, other, paths: list[str]) -> str | None:
-    """The first of the files whose beginning the two tokenizers give different ids; None where they agree."""
+    """A token, or the first of the files, that the two tokenizers give different ids; None where they agree."""
+    known = other.get_vocab()
+    for token, number in tokenizer.get_vocab().items():
+        if known.get(token, number) != number:
+            return f"the token {token!r}"
     for path in paths:
-        sample = next(read_documents(path), "")[:2000]
+        sample = "\n".join(islice(filter(str.strip, read_documents(path)), COMPARED))[:2000]
         first, second = (each.encode(sample, add_special_tokens=False) for each in (tokenizer, other))
         if first != second:
             return path

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..convert import convert_checkpoint
 from ..convert.loading import Loadable
-from ..convert.output_folder import building, check_output
+from ..convert.output_folder import building, check_output, check_writable
 from ..convert.tensor_files import plan_shards, read_json
 from ..convert.tokenizer import GENERATION_CONFIG, carry_files, load_tokenizer
 from ..diagnostics import Activations, FirstTokenAttention
@@ -79,11 +79,12 @@ def transplant_checkpoint(
         plain = Path(scratch) / "plain"
         converted = convert_checkpoint(source, plain, position=None, dtype="float32", revision=revision)
         model = GatedLlamaForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+        written = dtype or loadable.stored_dtype
+        check_writable(output, sum(p.numel() for p in model.parameters()) * getattr(torch, written).itemsize)
         _check_reading(model, held_out, first)
         gated, report = transplant_rows(
             model, rows, first, first_token=first_token, granularity=granularity, options=options, progress=progress
         )
-        written = dtype or loadable.stored_dtype
         _round(gated, written)
         progress("measuring the result", 0, 1)
         report.measures.update(_measures(model, gated, held_out, first))

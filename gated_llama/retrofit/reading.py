@@ -39,7 +39,8 @@ def read_yaml(path: Path, kind: type | None = None, seen: tuple[Path, ...] = ())
     if path.resolve() in seen:
         raise ValueError(f"{path} extends itself, through {', '.join(file.name for file in seen)}.")
     if not path.is_file():
-        raise ValueError(f"Configuration {path} does not exist.")
+        state = "is a folder: name the file in it" if path.is_dir() else "does not exist"
+        raise ValueError(f"Configuration {path} {state}.")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, ValueError) as error:  # among them what is not UTF-8
@@ -48,12 +49,13 @@ def read_yaml(path: Path, kind: type | None = None, seen: tuple[Path, ...] = ())
         raise ValueError(f"{path} must hold keys and values, such as `model: DIR`; it holds {type(raw).__name__}.")
     base = raw.pop("extends", None)
     raw = _written_out(kind, raw)
+    _refuse_null(path, kind, raw)
     if base is None:
         _refuse_empty(path, kind, raw)
         return _merged({}, raw)
     if not isinstance(base, str):
         raise ValueError(f"{path}: extends must name one file, not {base!r}.")
-    return _merged(read_yaml(path.parent / base, kind, (*seen, path.resolve())), raw)
+    return _merged(read_yaml(path.parent / Path(base).expanduser(), kind, (*seen, path.resolve())), raw)
 
 
 def _refuse_empty(path: Path, kind: type | None, raw: dict) -> None:
@@ -63,6 +65,18 @@ def _refuse_empty(path: Path, kind: type | None, raw: dict) -> None:
         section = raw.get(key)
         if empty := [name for name, value in section.items() if value is None] if isinstance(section, dict) else []:
             raise ValueError(f"{path}: {key}.{empty[0]} is empty: give it a value, or leave it out.")
+
+
+def _refuse_null(path: Path, kind, value, place: str = "") -> None:
+    """ValueError for null where only a value makes sense: it would mean the default, and reads like none."""
+    if not isinstance(value, dict):
+        return
+    kinds = _kinds(kind, value)
+    for key, item in value.items():
+        # Defaults of a dataclass are attributes of the class.
+        if item is None and kinds.get(key) in (str, float, int, bool, int | float) and hasattr(kind, key):
+            raise ValueError(f"{path}: {place}{key} is empty: give it a value, or leave it out for its default.")
+        _refuse_null(path, kinds.get(key), item, f"{place}{key}.")
 
 
 def _merged(base: dict, own: dict) -> dict:
@@ -80,11 +94,15 @@ def _written_out(annotation, value):
         return {shorthand: value}
     if not isinstance(value, dict):
         return value
-    if dataclasses.is_dataclass(annotation):
-        kinds = get_type_hints(annotation)
-    else:
-        kinds = dict.fromkeys(value, get_args(annotation)[1]) if get_origin(annotation) is dict else {}
+    kinds = _kinds(annotation, value)
     return {key: _written_out(kinds.get(key), item) for key, item in value.items()}
+
+
+def _kinds(annotation, keys) -> dict[str, Any]:
+    """The annotations of what stands under `keys` of a section."""
+    if dataclasses.is_dataclass(annotation):
+        return get_type_hints(annotation)
+    return dict.fromkeys(keys, get_args(annotation)[1]) if get_origin(annotation) is dict else {}
 
 
 def build(annotation, value, place: str = ""):

@@ -49,8 +49,7 @@ TRAINING_DEFAULTS = {
 # Fields that follow from the rest of the configuration.
 TRAINING_FIXED = {
     "output_dir": "set `output`",
-    "seed": "set `seed`",
-    "data_seed": "set `seed`",
+    **dict.fromkeys(("seed", "data_seed"), "set `seed`"),
     "num_train_epochs": "set `training.max_steps`",
     "remove_unused_columns": "leave it out",
     "train_sampling_strategy": "rows come in the order that `seed` gives",
@@ -60,9 +59,9 @@ TRAINING_FIXED = {
     "auto_find_batch_size": "a run with another batch size would be another run",
     "save_only_model": "a run that is stopped could not be continued",
     "ignore_data_skip": "a run that is continued would read the same rows again",
-    "eval_on_start": "there is nothing to evaluate on; `measure` watches the run",
+    "load_best_model_at_end": "the result is what the last step leaves",
     "accelerator_config": "it would change the batch after rows were counted",
-    "push_to_hub": "upload the folder `model` of the finished run",
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), "upload the folder `model` of the finished run"),
 }
 
 
@@ -290,6 +289,8 @@ def at_home(value):
 
 def _check(settings: Settings) -> None:
     """What a type does not say."""
+    if empty := [name for name in ("model", "source", "output") if getattr(settings, name) == ""]:
+        raise ValueError(f"{empty[0]} is empty: give a path, or leave it out.")
     if not settings.losses:
         raise ValueError(f"losses is empty: name at least one of {', '.join(LOSS_SETTINGS)}.")
     for name in NEED_SOURCE:
@@ -306,11 +307,11 @@ def _check(settings: Settings) -> None:
         if (rate := getattr(settings.gates, name)) is not None:
             _at_least(f"gates.{name}", rate, 0)
     for name, loss in settings.losses.items():
-        _at_least(f"losses.{name}.weight", loss.weight, 0)
         # A token counts once by itself.
-        for option, least in (("tau", 0), ("worst_token_weight", 1), ("first_token_weight", 0), ("eps", 0)):
-            if hasattr(loss, option):
-                _at_least(f"losses.{name}.{option}", getattr(loss, option), least)
+        least = {"weight": 0, "tau": 0, "worst_token_weight": 1, "first_token_weight": 0, "eps": 0, "top_k": 1}
+        for option in least:
+            if (value := getattr(loss, option, None)) is not None:
+                _at_least(f"losses.{name}.{option}", value, least[option])
     if not any(loss.weight for loss in settings.losses.values()):
         raise ValueError("Every weight in losses is 0: there is nothing to train for.")
     if not 0 <= settings.seed < 2**32:
@@ -319,10 +320,7 @@ def _check(settings: Settings) -> None:
         raise ValueError("gates.parameters is empty: leave it out for the gates' own weights, or name patterns.")
     if not 0 <= settings.first_key_dropout.probability <= 1:
         raise ValueError(f"first_key_dropout={settings.first_key_dropout.probability} must lie between 0 and 1.")
-    kl = settings.losses.get("kl")
-    if kl is not None and kl.top_k is not None:
-        _at_least("losses.kl.top_k", kl.top_k, 1)
-    if kl is not None and kl.targets is not None and kl.top_k is None:
+    if getattr(settings.losses.get("kl"), "targets", None) is not None and settings.losses["kl"].top_k is None:
         raise ValueError("losses.kl.targets holds the source's top k tokens: set losses.kl.top_k.")
     if settings.gates.learning_rate is not None and settings.gates.multiplier is not None:
         raise ValueError("gates.learning_rate and gates.multiplier say the same thing twice: give one of them.")
@@ -339,10 +337,12 @@ def _at_least(place: str, value: float, least: float, above: bool = False) -> No
 def _check_training(training: dict) -> None:
     known = {f.name: f.default for f in dataclasses.fields(TrainingArguments) if f.init}
     switches = {f.name for f in dataclasses.fields(TrainingArguments) if f.type in (bool, bool | None)}
+    free = [name for name in known if name not in TRAINING_FIXED and "eval" not in name]
     for name, value in training.items():
-        check_name(name, known, f"training.{name}")
-        if name in TRAINING_FIXED:
-            raise ValueError(f"training.{name} is not set here: {TRAINING_FIXED[name]}.")
+        if name in known and name not in free:
+            reason = TRAINING_FIXED.get(name, "there is nothing to evaluate on; `measure` watches the run")
+            raise ValueError(f"training.{name} is not set here: {reason}.")
+        check_name(name, free, f"training.{name}")
         number = isinstance(known[name], int | float) and not isinstance(known[name], bool)
         if number and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"training.{name}={value!r} must be a number.")
@@ -355,6 +355,8 @@ def _check_training(training: dict) -> None:
         value = training.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"training.{name}={value!r} must be a number, 0 or more.")
+    if training.get("save_strategy") == "best":
+        raise ValueError("training.save_strategy='best' needs an evaluation: choose steps, epoch or no.")
     steps = training.get("max_steps")
     if type(steps) is not int or steps < 1:
         raise ValueError(f"training.max_steps={steps!r} must be an integer of at least 1: the run's optimizer steps.")
@@ -417,6 +419,8 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         "dataloader_pin_memory": torch.cuda.is_available(),
         "use_cpu": not torch.accelerator.is_available(),
     }
+    if fixed["use_cpu"] and settings.training.get("fp16"):
+        logger.warning("training.fp16 is for GPUs: on this processor everything is computed in float32.")
     if len(settings.stages) > 1:
         fixed["ddp_find_unused_parameters"] = True
     if fixed["use_cpu"] and settings.training.get("bf16") and torch.backends.cpu.get_cpu_capability() == "AVX2":
@@ -425,7 +429,8 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         arguments = TrainingArguments(**{**TRAINING_DEFAULTS, **fixed, **settings.training})
         arguments.get_process_log_level()
     except Exception as error:  # a wrong type surfaces as almost any
-        raise ValueError(f"training: {one_line(error)}") from error
+        what = f"unknown value {error}" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"training: {what}") from error
     if absent := set(arguments.report_to) - set(get_available_reporting_integrations()):
         raise ValueError(f"training.report_to: {', '.join(sorted(map(str, absent)))} is not installed, or unknown.")
     _check_schedule(arguments)

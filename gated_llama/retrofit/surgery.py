@@ -283,6 +283,8 @@ def undo_transplant(gated: nn.Module, source: nn.Module, edits: Iterable[dict]) 
     cannot be from.
     """
     edits, depth = list(edits), gated.config.num_hidden_layers
+    if not all(isinstance(edit, dict) for edit in edits):
+        raise ValueError('Edits are mappings with "edit" and "layer": of transplant.json, pass what is under "edits".')
     for edit in edits:
         if edit.get("edit") not in EDITED:
             raise ValueError(f"edit {edit.get('edit')!r} is none of {', '.join(EDITED)}.")

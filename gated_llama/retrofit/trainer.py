@@ -14,7 +14,7 @@ from ..convert.tokenizer import copy_files
 from ..diagnostics.corpus import with_first
 from .data import Rows, draw
 from .losses import LOSSES, Batch, Record, hidden_first_key, plain_name, recording, student_kinds
-from .settings import PARTS, Gates, Settings, Stage, in_steps
+from .settings import NEED_SOURCE, PARTS, Gates, Settings, Stage, in_steps
 
 
 class RetrofitTrainer(Trainer):
@@ -49,11 +49,14 @@ class RetrofitTrainer(Trainer):
         files: str | Path | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ):
+        if not isinstance(rows, Rows):
+            raise ValueError(f"rows are a {type(rows).__name__}: make them with `mix_rows`.")
         check_run(model, source, args, settings)
         self.settings, self.files, self.model_class = settings, files, type(model)
         self.student_bos, self.source_bos = student_bos, source_bos
         self.groups = parameter_groups(model, settings)
         self.stage: Stage | None = None
+        self._gates_rate: dict[str, float] = {}
         self._sums: dict[str, torch.Tensor] = {}  # of each term since it was logged: value * share, share
         for parameters in (model, source):
             if parameters is not None:
@@ -106,6 +109,8 @@ class RetrofitTrainer(Trainer):
         if "kl" in names and "target_ids" in inputs:
             targets = inputs["target_ids"], inputs["target_log_probabilities"]
         wanted = {kind for name in names for kind in LOSSES[name].source if not (name == "kl" and targets)}
+        if wanted and self.source is None:
+            raise ValueError(f"losses {', '.join(NEED_SOURCE)} compare with a source: pass one to the trainer.")
         source = self.source_record(with_first(ids, self.source_bos), wanted) if wanted else None
         student_ids = with_first(ids, self.student_bos)
         mask = self.first_key_mask(student_ids, inputs)
@@ -137,21 +142,19 @@ class RetrofitTrainer(Trainer):
             sums = torch.stack([self._sums[name] for name in sorted(self._sums)])
             sums = self.accelerator.reduce(sums, "sum") if self.args.world_size > 1 else sums
             logs |= {f"loss_{name}": (s / n).item() for name, (s, n) in zip(sorted(self._sums), sums, strict=True)}
-            logs |= self._gate_rate(logs["learning_rate"]) | {"tokens": self.state.global_step * self.tokens_per_step}
+            logs |= self._gates_rate | {"tokens": self.state.global_step * self.tokens_per_step}
             self._sums = {}
         super().log(logs, start_time)
         # Before a checkpoint is written. In float16 gradients overflow now and then, and their step is left out.
         for name in ("loss",) if self.args.fp16 else ("loss", "grad_norm"):
             if not math.isfinite(logs.get(name, 0.0)):
-                raise ValueError(
-                    f"The {name} is {logs[name]} at step {self.state.global_step}: lower the learning rate, or the "
-                    "weight of the term that grew; earlier checkpoints are as they were."
-                )
+                raise diverged(f"The {name} is {logs[name]}", self.state.global_step)
 
-    def _gate_rate(self, rate: float) -> dict[str, float]:
-        starts = {group["name"]: group["initial_lr"] for group in self.optimizer.param_groups}
-        base = next(iter(starts.values()))
-        return {"learning_rate_gates": rate * starts["gates"] / base} if "gates" in starts and base else {}
+    def _get_learning_rate(self) -> float:
+        """The first group's, which the library asks for before the schedule moves on; the gates' is kept beside it."""
+        rates = {group.get("name"): group["lr"] for group in self.optimizer.param_groups}
+        self._gates_rate = {"learning_rate_gates": rates["gates"]} if "gates" in rates else {}
+        return super()._get_learning_rate()
 
     @property
     def tokens_per_step(self) -> int:
@@ -232,6 +235,14 @@ class _Steps(TrainerCallback):
         control.should_log |= control.should_save or state.global_step >= state.max_steps
 
 
+def diverged(what: str, step: int) -> ValueError:
+    """The error of a run whose numbers are no longer finite."""
+    return ValueError(
+        f"{what} at step {step}: lower the learning rate, or the weight of the term that grew, and start anew (with "
+        "--resume none, or another output)."
+    )
+
+
 def frozen(source: nn.Module, args: TrainingArguments) -> nn.Module:
     """
     The source in eval mode on the arguments' device.
@@ -278,13 +289,17 @@ def parameter_groups(model: nn.Module, settings: Settings) -> dict[str, str]:
             f"gates.parameters: {unmatched[0]!r} matches no parameter; there are, for instance, "
             f"{', '.join(name for name in names if '.self_attn.' in name)[:200]} ..."
         )
-    if len(unmatched) == len(patterns):
+    if model.config.gate_position is None:
         raise ValueError(f"{settings.model} has no gates to train: convert a checkpoint with `gated-llama convert`.")
     groups = {}
     for name, parameter in model.named_parameters():
         if any(trains(stage, name, settings.gates) for stage in settings.stages):
             vector = "vectors" if parameter.ndim < 2 else "weights"
             groups[name] = "gates" if matches(name, patterns) else vector
+    if not groups:
+        raise ValueError(
+            f"stages: nothing to train in {settings.model}, whose gates have no parameters: train more than gates."
+        )
     if "gates" not in groups.values() and (settings.gates.learning_rate, settings.gates.multiplier) != (None, None):
         raise ValueError("No stage trains gates, which have a learning rate of their own: leave it out, or add gates.")
     return groups
@@ -319,6 +334,10 @@ def check_run(model: nn.Module, source: nn.Module | None, args: TrainingArgument
             "take its gates out with GateAdapter.extract."
         )
     kinds = set().union(*(student_kinds(name, loss) for name, loss in settings.losses.items()))
+    if args.max_steps != settings.steps:
+        raise ValueError(f"max_steps={args.max_steps} in the arguments and {settings.steps} in the settings.")
+    if args.remove_unused_columns:
+        raise ValueError("remove_unused_columns must be False: `training_arguments(settings)` makes the arguments.")
     optimizer_of(args, model)
     if args.n_gpu > 1:
         raise ValueError("Several GPUs in one process split batches past the losses: launch with torchrun.")

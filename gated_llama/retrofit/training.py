@@ -87,6 +87,10 @@ def train(
         raise ValueError(
             f"{checkpoint} is damaged ({one_line(error)}): remove it, and the run begins at an earlier one or anew."
         ) from error
+    except ValueError:
+        if trainer.state.global_step:
+            report(trainer, output, complete=False)  # with what was logged since the last checkpoint
+        raise
     finally:
         interruption.release()
     if interruption.happened:
@@ -234,7 +238,7 @@ def check_size(
             f"{loadable}: its tokenizer gives ids up to {largest} and it has {loadable.config.vocab_size} embeddings."
         )
     kl = settings.losses.get("kl")
-    if kl is not None and kl.targets is not None and kl.top_k > loadable.config.vocab_size:
+    if kl is not None and (kl.top_k or 0) > loadable.config.vocab_size:
         raise ValueError(f"losses.kl.top_k={kl.top_k} of a vocabulary of {loadable.config.vocab_size}: keep fewer.")
 
 
@@ -298,7 +302,10 @@ def finish(trainer: RetrofitTrainer, output: Path) -> TrainingReport:
     training = {"steps": settings.steps, "tokens": settings.steps * trainer.tokens_per_step, "losses": weights}
     training |= {"seed": settings.seed, "package_version": __version__}
     config = trainer.accelerator.unwrap_model(trainer.model).config
-    config.gate_retrofit = {**(config.gate_retrofit or {}), "training": training}
+    record = config.gate_retrofit or {}
+    if "training" in record:
+        training["earlier"] = record["training"]
+    config.gate_retrofit = {**record, "training": training}
     if not trainer.args.should_save:
         trainer.save_model(str(target))  # takes part in gathering the weights
         return report(trainer, output, complete=True)
