@@ -78,7 +78,7 @@ def card_rows(config: GatedLlamaConfig) -> dict[str, str]:
     if left := heads_at_identity(record):
         rows["heads at the identity"] = f"layer/head {left}; their columns of `o_proj.weight` are doubled"
     if record.get("policy") == "transplant":
-        rows["first token"] = "none: texts are read without the token that carried the sink; see transplant.json"
+        rows["first token"] = "none: texts are read without the token that carried the sink"
     return rows
 
 

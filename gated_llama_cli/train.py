@@ -24,7 +24,7 @@ def train(
     ],
     resume: Annotated[
         Literal["auto", "none"],
-        typer.Option(help="auto: from the last checkpoint in the output; none: delete what it holds and start anew."),
+        typer.Option(help="auto: from the last checkpoint in the output; none: delete the run in it and start anew."),
     ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder of the run, instead of the file's `output`.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run, instead of the file's `seed`.")] = None,

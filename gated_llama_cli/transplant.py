@@ -114,8 +114,8 @@ def show(report, options: dict):
     out.print(facts(f"{source} -> {output}", rows))
     if report.calibration_tokens < options["tokens"] / 2:
         err.print(
-            f"[bold yellow]Warning:[/] {report.calibration_tokens:,} tokens are few: gates fit them well and other "
-            "text badly. Give more text.",
+            f"[bold yellow]Warning:[/] the texts gave {report.calibration_tokens:,} of {options['tokens']:,} tokens; "
+            "with few, gates fit them well and other text badly.",
             soft_wrap=True,
         )
     # Not against the source: both would read what the result's tokenizer puts first, and the source needs its token.

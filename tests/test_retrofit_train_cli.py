@@ -115,7 +115,7 @@ MISTAKES = {
     ),
     "an empty loss": ({"losses": {"kl": None, "gate": 1.0}}, "losses.kl is empty: give it a value, or leave it out."),
     "late start": ({"losses": {"kl": {"start": 0.5}}}, "No loss is on at step 0 of 6"),
-    "no gates to rate": ({"stages": [{"train": ["mlp"]}]}, "No stage trains gates, which have a learning rate"),
+    "no gates to rate": ({"stages": [{"train": ["mlp"]}]}, "and no stage trains parameters of gates: leave it out."),
     "batches": (
         {"training": {"accelerator_config": {"split_batches": True}}},
         "training.accelerator_config is not set",
@@ -161,7 +161,7 @@ MISTAKES = {
         {"losses": {"kl": {"top_k": 5, "targets": str(STORIES)}}},
         f"losses.kl.targets={STORIES} is a folder: name a file in it.",
     ),
-    "an empty path": ({"source": ""}, "source is empty: give a path, or leave it out."),
+    "an empty path": ({"source": ""}, "source is empty: give a path."),
     "evaluation": (
         {"training": {"eval_strategy": "steps"}},
         "training.eval_strategy is not set here: there is nothing to evaluate on",
@@ -173,8 +173,13 @@ MISTAKES = {
     ),
     "null for none": (
         {"student_bos": None},
-        "student_bos is empty: give it a value, or leave it out for its default.",
+        "student_bos is empty: give it a value, or leave it out.",
     ),
+    "null in a loss": (
+        {"losses": {"kl": 1.0, "outlier": {"tau": None}}},
+        "losses.outlier.tau is empty: give it a value, or leave it out.",
+    ),
+    "a text without path": ({"data": {"texts": {"a": ""}}}, "data.texts.a.path is empty: name a file."),
     "null below": ({"data": {"separator": None}}, "data.separator is empty: give it a value"),
     "too many tokens": ({"losses": {"kl": {"top_k": 5000}}}, "losses.kl.top_k=5000 of a vocabulary of 512"),
     "text folder": ({"data": {"texts": {"a": str(STORIES)}}}, "is a folder: name the file in it."),

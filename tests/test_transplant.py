@@ -537,7 +537,7 @@ def test_too_little_text_is_told(tmp_path, capsys):
     printed = capsys.readouterr()
     tokens = json.loads((tmp_path / "out" / "transplant.json").read_text())["calibration_tokens"]
     assert f"{tokens} tokens of 32,768 asked for" in printed.out
-    assert f"Warning: {tokens} tokens are few" in printed.err
+    assert f"Warning: the texts gave {tokens} of 32,768 tokens" in printed.err
 
 
 def test_a_place_that_cannot_be_written_is_told_before_the_fits(story, tmp_path, monkeypatch):
@@ -557,7 +557,7 @@ def test_cards_tell_of_the_first_token_and_of_heads_at_the_identity(delivered):
     config.gate_retrofit = config.gate_retrofit | {"identity_heads": {"10": [1], "2": [0, 7]}}
     rows = card_rows(config)
     assert rows["heads at the identity"].startswith("layer/head 2/0,7 10/1;")
-    assert rows["first token"].startswith("none: ")
+    assert rows["first token"].startswith("none: texts are read without")
     assert "2/0,7 10/1" in retrofit_rows(config.gate_retrofit)["folded"]
 
 

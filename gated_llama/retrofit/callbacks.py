@@ -114,7 +114,7 @@ class Watch(TrainerCallback):
         stages, gates = self.settings.stages, self.settings.gates
         trained = any(trains(stage, name, gates) for stage in stages for name in self.gates)
         self.warned = record.get("policy") == "transplant" or not trained
-        self._logged_at: int | None = None
+        self.failure: ValueError | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
@@ -124,9 +124,17 @@ class Watch(TrainerCallback):
         every = max(1, in_steps(self.settings.measure.every, state.max_steps))
         warn_at = max(1, in_steps(self.settings.measure.warn_after, state.max_steps))
         if state.global_step % every == 0 or state.global_step in (warn_at, state.max_steps):
-            found = self.report(control)
+            try:
+                found = self.report(control)
+            except ValueError as error:  # of a probe, about what is not finite: told when the step itself is logged
+                self.failure, control.should_log = diverged(str(error).rstrip("."), state.global_step), True
+                return
             if state.global_step >= warn_at and not self.warned:
                 self.warn(state.global_step, found["gate_change"])
+
+    def on_log(self, args, state, control, **kwargs):
+        if self.failure is not None:
+            raise self.failure
 
     def warn(self, step: int, change: float):
         self.warned = True
@@ -138,11 +146,7 @@ class Watch(TrainerCallback):
             )
 
     def report(self, control) -> dict[str, float]:
-        wanted, step = control.should_log, self.trainer.state.global_step
-        try:
-            found = self.measure()
-        except ValueError as error:  # of a probe, about what is not finite
-            raise (diverged(str(error).rstrip("."), step) if step else error) from error
+        found, wanted = self.measure(), control.should_log
         self.trainer.log({f"watch_{name}": value for name, value in found.items()})
         control.should_log = wanted  # logging takes a step's own log as done
         return found

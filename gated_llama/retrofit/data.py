@@ -192,7 +192,7 @@ def same_tokens(tokenizer, other, paths: list[str]) -> str | None:
         if known.get(token, number) != number:
             return f"the token {token!r}"
     for path in paths:
-        sample = "\n".join(islice(filter(str.strip, read_documents(path)), COMPARED))[:2000]
+        sample = "\n".join(text[:500] for text in islice(filter(str.strip, read_documents(path)), COMPARED))
         first, second = (each.encode(sample, add_special_tokens=False) for each in (tokenizer, other))
         if first != second:
             return path

@@ -90,7 +90,7 @@ def transplant_checkpoint(
         report.measures.update(_measures(model, gated, held_out, first))
         progress("measuring the result", 1, 1)
         gated = gated.to(getattr(torch, written))
-        with building(output, sum(tensor.nbytes for tensor in gated.state_dict().values())) as folder:
+        with building(output, sum(tensor.nbytes for tensor in gated.parameters())) as folder:
             report.measures["first_token_dropped"] = _write(gated, plain, folder, first, max_shard_size)
             _write_card(gated, folder, output.name, loadable)
             content = {

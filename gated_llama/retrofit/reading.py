@@ -32,9 +32,9 @@ def read_yaml(path: Path, kind: type | None = None, seen: tuple[Path, ...] = ())
     """
     The keys and values of a file and of those that it extends (`extends: other.yaml`, beside it); its own win.
 
-    Sections are merged key by key, and a key that is set to null is as if it were not there. kind: the dataclass that
-    the whole describes; values that stand for a section of it are written out first, so that they merge like sections.
-    Raises ValueError for a file that is not there or no YAML, and for a circle.
+    Sections are merged key by key. Null takes away a section, an entry of one, or a value that may be None. kind: the
+    dataclass that the whole describes; values that stand for a section of it are written out first, so that they merge
+    like sections. Raises ValueError for a file that is not there or no YAML, null elsewhere, and a circle.
     """
     if path.resolve() in seen:
         raise ValueError(f"{path} extends itself, through {', '.join(file.name for file in seen)}.")
@@ -55,7 +55,7 @@ def read_yaml(path: Path, kind: type | None = None, seen: tuple[Path, ...] = ())
         return _merged({}, raw)
     if not isinstance(base, str):
         raise ValueError(f"{path}: extends must name one file, not {base!r}.")
-    return _merged(read_yaml(path.parent / Path(base).expanduser(), kind, (*seen, path.resolve())), raw)
+    return _merged(read_yaml(path.parent / at_home(base), kind, (*seen, path.resolve())), raw)
 
 
 def _refuse_empty(path: Path, kind: type | None, raw: dict) -> None:
@@ -75,7 +75,7 @@ def _refuse_null(path: Path, kind, value, place: str = "") -> None:
     for key, item in value.items():
         # Defaults of a dataclass are attributes of the class.
         if item is None and kinds.get(key) in (str, float, int, bool, int | float) and hasattr(kind, key):
-            raise ValueError(f"{path}: {place}{key} is empty: give it a value, or leave it out for its default.")
+            raise ValueError(f"{path}: {place}{key} is empty: give it a value, or leave it out.")
         _refuse_null(path, kinds.get(key), item, f"{place}{key}.")
 
 
@@ -102,7 +102,24 @@ def _kinds(annotation, keys) -> dict[str, Any]:
     """The annotations of what stands under `keys` of a section."""
     if dataclasses.is_dataclass(annotation):
         return get_type_hints(annotation)
-    return dict.fromkeys(keys, get_args(annotation)[1]) if get_origin(annotation) is dict else {}
+    return {key: _kind_of(get_args(annotation)[1], key) for key in keys} if get_origin(annotation) is dict else {}
+
+
+def _kind_of(annotation, name):
+    """The subclass that `name` chooses; a name that chooses none is told when the whole is built."""
+    try:
+        return annotation.kind(name)
+    except (AttributeError, ValueError):
+        return annotation
+
+
+def at_home(value):
+    """Values that begin with ~/, wherever they stand, as paths below the home folder."""
+    if isinstance(value, dict):
+        return {name: at_home(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [at_home(item) for item in value]
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def build(annotation, value, place: str = ""):

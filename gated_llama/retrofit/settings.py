@@ -16,7 +16,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.utils import logging
 
 from ..convert.tensor_files import one_line
-from .reading import build, check_name, read_yaml
+from .reading import at_home, build, check_name, read_yaml
 
 
 logger = logging.get_logger(__name__)
@@ -278,19 +278,10 @@ def read_settings(path: str | Path, **overrides: Any) -> Settings:
     return settings
 
 
-def at_home(value):
-    """Values that begin with ~/, wherever they stand, as paths below the home folder."""
-    if isinstance(value, dict):
-        return {name: at_home(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [at_home(item) for item in value]
-    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~/") else value
-
-
 def _check(settings: Settings) -> None:
     """What a type does not say."""
     if empty := [name for name in ("model", "source", "output") if getattr(settings, name) == ""]:
-        raise ValueError(f"{empty[0]} is empty: give a path, or leave it out.")
+        raise ValueError(f"{empty[0]} is empty: give a path.")
     if not settings.losses:
         raise ValueError(f"losses is empty: name at least one of {', '.join(LOSS_SETTINGS)}.")
     for name in NEED_SOURCE:
@@ -299,6 +290,8 @@ def _check(settings: Settings) -> None:
     if not settings.data.texts:
         raise ValueError("data.texts is empty: name at least one file.")
     for name, text in settings.data.texts.items():
+        if not text.path:
+            raise ValueError(f"data.texts.{name}.path is empty: name a file.")
         _at_least(f"data.texts.{name}.share", text.share, 0, above=True)
     _at_least("data.context", settings.data.context, 2)
     _at_least("measure.rows", settings.measure.rows, 1)

@@ -52,6 +52,9 @@ class RetrofitTrainer(Trainer):
         if not isinstance(rows, Rows):
             raise ValueError(f"rows are a {type(rows).__name__}: make them with `mix_rows`.")
         check_run(model, source, args, settings)
+        for name in NEED_SOURCE:
+            if name in settings.losses and source is None and (name != "kl" or rows.targets is None):
+                raise ValueError(f"losses.{name} compares with a source: pass one to the trainer.")
         self.settings, self.files, self.model_class = settings, files, type(model)
         self.student_bos, self.source_bos = student_bos, source_bos
         self.groups = parameter_groups(model, settings)
@@ -109,8 +112,6 @@ class RetrofitTrainer(Trainer):
         if "kl" in names and "target_ids" in inputs:
             targets = inputs["target_ids"], inputs["target_log_probabilities"]
         wanted = {kind for name in names for kind in LOSSES[name].source if not (name == "kl" and targets)}
-        if wanted and self.source is None:
-            raise ValueError(f"losses {', '.join(NEED_SOURCE)} compare with a source: pass one to the trainer.")
         source = self.source_record(with_first(ids, self.source_bos), wanted) if wanted else None
         student_ids = with_first(ids, self.student_bos)
         mask = self.first_key_mask(student_ids, inputs)
@@ -145,8 +146,8 @@ class RetrofitTrainer(Trainer):
             logs |= self._gates_rate | {"tokens": self.state.global_step * self.tokens_per_step}
             self._sums = {}
         super().log(logs, start_time)
-        # Before a checkpoint is written. In float16 gradients overflow now and then, and their step is left out.
-        for name in ("loss",) if self.args.fp16 else ("loss", "grad_norm"):
+        # Before a checkpoint is written. Scaled gradients overflow now and then, and their step is left out.
+        for name in ("loss", "grad_norm") if self.accelerator.scaler is None else ("loss",):
             if not math.isfinite(logs.get(name, 0.0)):
                 raise diverged(f"The {name} is {logs[name]}", self.state.global_step)
 
@@ -279,7 +280,8 @@ def parameter_groups(model: nn.Module, settings: Settings) -> dict[str, str]:
     """
     Name -> group of every parameter that some stage trains: "gates", "vectors" (one-dimensional) or "weights".
 
-    Raises ValueError for a pattern that matches nothing, and for a gates' learning rate where no stage trains gates.
+    Raises ValueError for a pattern that matches nothing, a model without gates, a stage that trains nothing, and a
+    gates' learning rate where no stage trains gates.
     """
     names = [name for name, _ in model.named_parameters()]
     patterns = settings.gates.parameters
@@ -296,12 +298,13 @@ def parameter_groups(model: nn.Module, settings: Settings) -> dict[str, str]:
         if any(trains(stage, name, settings.gates) for stage in settings.stages):
             vector = "vectors" if parameter.ndim < 2 else "weights"
             groups[name] = "gates" if matches(name, patterns) else vector
-    if not groups:
-        raise ValueError(
-            f"stages: nothing to train in {settings.model}, whose gates have no parameters: train more than gates."
-        )
+    for stage in settings.stages:
+        if not any(trains(stage, name, settings.gates) for name in groups):
+            raise ValueError(f"A stage trains {', '.join(stage.train)}, which {settings.model} has no parameters for.")
     if "gates" not in groups.values() and (settings.gates.learning_rate, settings.gates.multiplier) != (None, None):
-        raise ValueError("No stage trains gates, which have a learning rate of their own: leave it out, or add gates.")
+        raise ValueError(
+            "Gates have a learning rate of their own, and no stage trains parameters of gates: leave it out."
+        )
     return groups
 
 

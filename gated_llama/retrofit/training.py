@@ -1,5 +1,6 @@
 """A whole run: models, texts and trainer put together, checkpoints found again, the result written as a checkpoint."""
 
+import math
 import platform
 import shutil
 import time
@@ -165,9 +166,9 @@ def open_source(settings: Settings, tokenizer) -> tuple[Loadable | None, int | N
         return None, None
     loadable = Loadable.open(settings.source)
     other = loadable.carried_tokenizer() if loadable.has_tokenizer else tokenizer
-    if path := same_tokens(tokenizer, other, [text.path for text in settings.data.texts.values()]):
+    if what := same_tokens(tokenizer, other, [text.path for text in settings.data.texts.values()]):
         raise ValueError(
-            f"The tokenizers of model={settings.model} and source={settings.source} give {path} different ids: the "
+            f"The tokenizers of model={settings.model} and source={settings.source} give {what} different ids: the "
             "two can only be compared on the same ones."
         )
     return loadable, named("source_bos", other, settings.source_bos)
@@ -260,7 +261,7 @@ def report(trainer: RetrofitTrainer, output: Path, *, complete: bool) -> Trainin
     settings, state = trainer.settings, trainer.state
     # The library's summary of a run counts this session alone.
     entries = (entry for entry in state.log_history if "train_loss" not in entry)
-    log = [{key: value for key, value in entry.items() if key != "epoch"} for entry in entries]
+    log = [{key: plain(value) for key, value in entry.items() if key != "epoch"} for entry in entries]
     seconds = next((entry["seconds"] for entry in reversed(log) if "seconds" in entry), 0.0)
     tokens = state.global_step * trainer.tokens_per_step
     found = TrainingReport(output, complete, state.global_step, settings.steps, tokens, seconds, log)
@@ -288,6 +289,11 @@ def report(trainer: RetrofitTrainer, output: Path, *, complete: bool) -> Trainin
         }
         write_json(output / RECORD, record)
     return found
+
+
+def plain(value):
+    """JSON has no numbers that are not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def versions() -> dict[str, str]:
