@@ -147,7 +147,8 @@ class RetrofitTrainer(Trainer):
             self._sums = {}
         super().log(logs, start_time)
         # Before a checkpoint is written. Scaled gradients overflow now and then, and their step is left out.
-        for name in ("loss", "grad_norm") if self.accelerator.scaler is None else ("loss",):
+        scaled = self.args.fp16 and self.args.device.type != "cpu"
+        for name in ("loss",) if scaled else ("loss", "grad_norm"):
             if not math.isfinite(logs.get(name, 0.0)):
                 raise diverged(f"The {name} is {logs[name]}", self.state.global_step)
 
