@@ -55,6 +55,9 @@ for _name in COMMANDS:
     import_module(f"{__name__}.{_name}").register(app)
 
 
+STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 def stop_cleanly():
     """
     What schedulers and lost terminals send ends a command as Ctrl-C does, with nothing left behind.
@@ -62,9 +65,25 @@ def stop_cleanly():
     A signal that is ignored, as nohup has it, stays so.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")):
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+        for number in STOPPING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.default_int_handler)
+
+
+def stop_at_once():
+    """
+    For forked workers, such as those of lm-eval's bootstrap.
+
+    A pool ends them with SIGTERM and waits for them, and one that is about to wait for a lock would not come to a
+    handler of Python's any more.
+    """
+    for number in STOPPING:
+        if signal.getsignal(number) is signal.default_int_handler:
+            signal.signal(number, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=stop_at_once)
 
 
 def main(arguments: list[str] | None = None) -> int:

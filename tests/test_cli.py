@@ -562,6 +562,21 @@ assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are not forked here")
+def test_forked_workers_end_at_once():
+    """A pool that ends its workers would else wait for those that never come to a handler of Python's."""
+    code = """
+import os, signal, gated_llama_cli
+gated_llama_cli.stop_cleanly()
+child = os.fork()
+if child == 0:
+    os._exit(sum(signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
 def test_demo_says_when_a_step_fails(cli, source, tmp_path, monkeypatch):
     def spoil(run):
         convert_checkpoint(source, run.gated, policy="normal")
