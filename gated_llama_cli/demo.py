@@ -295,7 +295,7 @@ def show(run: Run):
     table.add_row("", "", f"{sum(step.seconds for step in run.steps):.1f}")
     out.print(table)
     if run.report is not None:
-        show_transplant(run.report, run.source.name, run.folder / TRANSPLANTED)
+        show_transplant(run.report, run.source.name, run.folder / TRANSPLANTED, TRANSPLANT["tokens"])
     if run.answer:
         out.print(f"{QUESTION}\n[italic]{escape(run.answer)}[/]\n")
     out.print(

@@ -64,7 +64,7 @@ def run(ctx: typer.Context):
     options = {name: ctx.params[name] for name in (*OPTIONS, *SHARED)}
     with Steps(options["source"]) as steps:
         report = transplant_checkpoint(**options, progress=told(steps))
-    show(report, options)
+    show(report, options["source"], options["output"], options["tokens"])
 
 
 def told(steps: Steps):
@@ -78,8 +78,8 @@ def told(steps: Steps):
     return update
 
 
-def show(report, options: dict):
-    source, output = options["source"], options["output"]
+def show(report, source: str, output: Path, asked: int):
+    """asked: for calibration tokens."""
     measures, sink = report.measures, report.sink
     heads = sum(len(layer) for layer in sink.heads)
     before, after = measures["source"], measures["result"]
@@ -104,7 +104,7 @@ def show(report, options: dict):
     fitted = [r2 for layer in report.layers for r2 in layer.r2 if r2 is not None]
     quieted = ", ".join(f"{layer.layer}/{unit}" for layer in report.layers for unit in layer.quieted)
     rows = [
-        ("calibration", f"{report.calibration_tokens:,} tokens of {options['tokens']:,} asked for"),
+        ("calibration", f"{report.calibration_tokens:,} tokens of {asked:,} asked for"),
         ("heads with a transplanted sink", f"{sink.count} of {heads}"),
         ("identity heads (layer/heads)", at_identity(report.layers, len(sink.heads[0])) or "none"),
         ("median R2 of the gates, on the calibration", f"{sorted(fitted)[len(fitted) // 2]:.2f}" if fitted else "-"),
@@ -112,9 +112,9 @@ def show(report, options: dict):
         ("tokenizer", f"no longer begins with {sink.first_token}" if measures["first_token_dropped"] else "unchanged"),
     ]
     out.print(facts(f"{source} -> {output}", rows))
-    if report.calibration_tokens < options["tokens"] / 2:
+    if report.calibration_tokens < asked / 2:
         err.print(
-            f"[bold yellow]Warning:[/] the texts gave {report.calibration_tokens:,} of {options['tokens']:,} tokens; "
+            f"[bold yellow]Warning:[/] the texts gave {report.calibration_tokens:,} of {asked:,} tokens; "
             "with few, gates fit them well and other text badly.",
             soft_wrap=True,
         )

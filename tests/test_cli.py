@@ -567,6 +567,7 @@ def test_forked_workers_end_at_once():
     """A pool that ends its workers would else wait for those that never come to a handler of Python's."""
     code = """
 import os, signal, gated_llama_cli
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 gated_llama_cli.stop_cleanly()
 child = os.fork()
 if child == 0:
