@@ -63,8 +63,6 @@ def convert(
         transplant.run(ctx)
         return
     transplant.refuse_options(ctx)
-    if policy != "normal" and (seed_given := transplant.flags(ctx, ["seed"])):
-        raise typer.BadParameter("is for --policy normal: no other draws numbers", param_hint=seed_given)
     from gated_llama.convert import convert_checkpoint
 
     with byte_progress() as bar:

@@ -561,12 +561,6 @@ def test_cards_tell_of_the_first_token_and_of_heads_at_the_identity(delivered):
     assert "2/0,7 10/1" in retrofit_rows(config.gate_retrofit)["folded"]
 
 
-def test_a_seed_where_nothing_is_drawn_is_refused(tmp_path, capsys):
-    assert main(["convert", str(STORIES), str(tmp_path / "out"), "--seed", "3"]) == 2
-    assert "--seed: is for --policy normal" in capsys.readouterr().err
-    assert main(["convert", str(STORIES), str(tmp_path / "out"), "--policy", "normal", "--seed", "3"]) == 0
-
-
 def test_calibration_without_the_policy_is_refused(story, tmp_path, capsys):
     assert main(["convert", str(STORIES), str(tmp_path / "out"), "--calibration", str(story)]) == 2
     assert "is for --policy transplant" in capsys.readouterr().err
