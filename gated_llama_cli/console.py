@@ -61,6 +61,11 @@ class Steps:
         self.bar.update(self.tasks[what], completed=done)
 
 
+def number(value: float) -> str:
+    """Four digits, or all before the point: 0.01611, 287.3, 24,548."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
 def facts(title: str, rows: list[tuple[str, str]]) -> Table:
     """A table of names and what is to be said of them."""
     table = Table(title=escape(title), title_justify="left", show_header=False)

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .console import INTERRUPTED, err, facts, hide_bars, out
+from .console import INTERRUPTED, err, facts, hide_bars, number, out
 
 
 LINES = 20  # progress lines of a whole run where stderr is no terminal
@@ -91,7 +91,7 @@ def show(report):
         rows += [("first logged", loss_line(steps[0])), ("last logged", loss_line(steps[-1]))]
     if watched:
         rows += [
-            (title, f"{watched[0][f'watch_{name}']:.4g} -> {watched[-1][f'watch_{name}']:.4g}")
+            (title, f"{number(watched[0][f'watch_{name}'])} -> {number(watched[-1][f'watch_{name}'])}")
             for title, name in (
                 ("first-token attention", "first_token_attention"),
                 ("attention on the most attended key", "most_attended"),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from .console import Steps, err, facts, out, print_table
+from .console import Steps, err, facts, number, out, print_table
 
 
 SHOWN_LINES = 10  # progress lines of one kind of work where stderr is no terminal
@@ -92,7 +92,7 @@ def show(report, source: str, output: Path, asked: int):
         ("mean over layers of the largest", "m_act"),
     ):
         if None not in (before[key], after[key]):  # rows may be too short for a most attended key
-            rows.append([name, f"{before[key]:,.4g}", f"{after[key]:,.4g}"])
+            rows.append([name, number(before[key]), number(after[key])])
     for result, floor in zip(measures["held_out"], measures["source_without_first_token"], strict=True):
         rows.append(
             [f"KL to source, {result['name']}", f"{floor['kl']:.3f} without {sink.first_token}", f"{result['kl']:.3f}"]

@@ -31,7 +31,7 @@ from gated_llama.convert.layouts import LAYOUTS
 from gated_llama.convert.policies import POLICIES
 from gated_llama_cli import demo as demo_command
 from gated_llama_cli import options
-from gated_llama_cli.console import report_error
+from gated_llama_cli.console import number, report_error
 
 
 TINY = {
@@ -549,6 +549,11 @@ def test_demo_leaves_its_own_source_alone(cli, source, tmp_path):
     demo_command.check(folder, overwrite=False, source=str(source))
     demo_command.clear(folder)
     assert [path.name for path in folder.iterdir()] == [demo_command.MARKER]
+
+
+def test_numbers_are_written_out():
+    numbers = (0.016113, 287.34, 24547.6, 1e30, float("nan"))
+    assert list(map(number, numbers)) == ["0.01611", "287.3", "24,548", "1e+30", "nan"]
 
 
 def test_what_nohup_ignores_stays_ignored():
