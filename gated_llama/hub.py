@@ -75,17 +75,19 @@ def card_rows(config: GatedLlamaConfig) -> dict[str, str]:
     }
     if fold := record.get("fold"):
         rows["folded"] = ", ".join(f"`{site}` times {factor:g}" for site, factor in fold.items()) + ", in gated layers"
-    if left := heads_at_identity(record):
+    if left := heads_at_identity(record.get("identity_heads"), config.num_attention_heads):
         rows["heads at the identity"] = f"layer/head {left}; their columns of `o_proj.weight` are doubled"
     if record.get("policy") == "transplant":
         rows["first token"] = "none: texts are read without the token that carried the sink"
     return rows
 
 
-def heads_at_identity(record: dict) -> str:
-    """Layer/heads that a transplant left with the score 1/2: "1/3 4/0,7"; empty where there are none."""
-    left = record.get("identity_heads") or {}
-    return " ".join(f"{layer}/{','.join(map(str, left[layer]))}" for layer in sorted(left, key=int))
+def heads_at_identity(left: dict[str | int, list[int]] | None, heads: int) -> str:
+    """Layer/heads that a transplant left with the score 1/2: "4/0,7 11/all"; empty where there are none."""
+    names = {
+        int(layer): "all" if len(each) == heads else ",".join(map(str, each)) for layer, each in (left or {}).items()
+    }
+    return " ".join(f"{layer}/{names[layer]}" for layer in sorted(names) if names[layer])
 
 
 def source_metadata(folder: Path | None) -> dict:

@@ -89,17 +89,17 @@ def gate_rows(found) -> dict[str, str]:
         "scores": f"{heads} head(s) of width {width} for each token",
         "gate weights": ", ".join(lives) or NO_GATE_WEIGHTS[gate["gate_input"]],
         "gate parameters": f"{found.gate_parameters:,} ({found.gate_share:.2%})",
-        **retrofit_rows(found.retrofit),
+        **retrofit_rows(found.retrofit, found.decoder["num_attention_heads"]),
     }
 
 
-def retrofit_rows(record: dict | None) -> dict[str, str]:
+def retrofit_rows(record: dict | None, heads: int) -> dict[str, str]:
     from gated_llama.hub import heads_at_identity
 
     if not record:
         return {"start": "not recorded"}
     folded = ", ".join(f"self_attn.{site} x {factor:g}" for site, factor in (record.get("fold") or {}).items())
-    if left := heads_at_identity(record):
+    if left := heads_at_identity(record.get("identity_heads"), heads):
         folded = f"columns of self_attn.o_proj.weight x 2 for heads at the identity (layer/heads): {left}"
     return {
         "start": f"policy {record.get('policy')}, from a {record.get('source_model_type')} checkpoint",

@@ -80,6 +80,8 @@ def told(steps: Steps):
 
 def show(report, source: str, output: Path, asked: int):
     """asked: for calibration tokens."""
+    from gated_llama.hub import heads_at_identity
+
     measures, sink = report.measures, report.sink
     heads = sum(len(layer) for layer in sink.heads)
     before, after = measures["source"], measures["result"]
@@ -101,12 +103,14 @@ def show(report, source: str, output: Path, asked: int):
             [f"perplexity, {result['name']}", f"{result['source_perplexity']:.2f}", f"{result['perplexity']:.2f}"]
         )
     print_table("Sink transplant, on text that was kept back", rows)
+    width = len(sink.heads[0])
+    left = {fit.layer: [head for head in range(width) if head not in fit.heads] for fit in report.layers}
     fitted = [r2 for layer in report.layers for r2 in layer.r2 if r2 is not None]
     quieted = ", ".join(f"{layer.layer}/{unit}" for layer in report.layers for unit in layer.quieted)
     rows = [
         ("calibration", f"{report.calibration_tokens:,} tokens of {asked:,} asked for"),
         ("heads with a transplanted sink", f"{sink.count} of {heads}"),
-        ("identity heads (layer/heads)", at_identity(report.layers, len(sink.heads[0])) or "none"),
+        ("identity heads (layer/heads)", heads_at_identity(left, width) or "none"),
         ("median R2 of the gates, on the calibration", f"{sorted(fitted)[len(fitted) // 2]:.2f}" if fitted else "-"),
         ("quieted units (layer/unit)", quieted or "none"),
         ("tokenizer", f"no longer begins with {sink.first_token}" if measures["first_token_dropped"] else "unchanged"),
@@ -121,10 +125,3 @@ def show(report, source: str, output: Path, asked: int):
     # Not against the source: both would read what the result's tokenizer puts first, and the source needs its token.
     command = shlex.join(["gated-llama", "diagnose", str(output), "--bos", "none", "--out", f"{output}-diagnosis"])
     out.print(f"Next: {escape(command)}", soft_wrap=True)
-
-
-def at_identity(layers: list, heads: int) -> str:
-    """4/0,7 11/all: the heads that got no gate."""
-    left = {fit.layer: [str(head) for head in range(heads) if head not in fit.heads] for fit in layers}
-    names = {layer: "all" if len(each) == heads else ",".join(each) for layer, each in left.items()}
-    return " ".join(f"{layer}/{name}" for layer, name in names.items() if name)

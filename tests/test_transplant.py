@@ -554,11 +554,11 @@ def test_a_place_that_cannot_be_written_is_told_before_the_fits(story, tmp_path,
 
 def test_cards_tell_of_the_first_token_and_of_heads_at_the_identity(delivered):
     config = AutoModelForCausalLM.from_pretrained(delivered).config
-    config.gate_retrofit = config.gate_retrofit | {"identity_heads": {"10": [1], "2": [0, 7]}}
+    config.gate_retrofit = config.gate_retrofit | {"identity_heads": {"10": [1], "2": [0, 7], "4": list(range(8))}}
     rows = card_rows(config)
-    assert rows["heads at the identity"].startswith("layer/head 2/0,7 10/1;")
+    assert rows["heads at the identity"].startswith("layer/head 2/0,7 4/all 10/1;")
     assert rows["first token"].startswith("none: texts are read without")
-    assert "2/0,7 10/1" in retrofit_rows(config.gate_retrofit)["folded"]
+    assert "2/0,7 4/all 10/1" in retrofit_rows(config.gate_retrofit, 8)["folded"]
 
 
 def test_calibration_without_the_policy_is_refused(story, tmp_path, capsys):

@@ -88,10 +88,11 @@ def _fields(file, path: Path) -> Iterator[str]:
         yield text
 
 
-def first_token(tokenizer, bos: str) -> int | None:
+def first_token(tokenizer, bos: str, *, field: str = "bos", others: str = "'auto' or 'none'") -> int | None:
     """
     Id of the token that rows begin with: "auto" is the tokenizer's own beginning-of-sequence token if it has one,
-    "none" is none, anything else names a token. Raises ValueError for a name that is not one token.
+    "none" is none, anything else names a token. Raises ValueError, in which `bos` is called `field` and `others` are
+    offered, for a name that is not one token.
     """
     if bos == "none":
         return None
@@ -99,7 +100,7 @@ def first_token(tokenizer, bos: str) -> int | None:
         return tokenizer.bos_token_id
     ids = tokenizer.encode(bos, add_special_tokens=False)
     if len(ids) != 1:
-        raise ValueError(f"bos={bos!r} is {len(ids)} tokens and must be one; or choose 'auto' or 'none'.")
+        raise ValueError(f"{field}={bos!r} is {len(ids)} tokens and must be one; or choose {others}.")
     return ids[0]
 
 

@@ -38,10 +38,7 @@ def calibration_rows(tokenizer, texts: Sequence[str], source: str, *, tokens: in
 
 def sink_token(tokenizer, name: str) -> int:
     """The token that the source's sink sits on: "auto" is the tokenizer's beginning-of-sequence token."""
-    try:
-        token = first_token(tokenizer, name)
-    except ValueError as error:
-        raise ValueError(str(error).replace("'auto' or 'none'", "'auto'")) from error
+    token = first_token(tokenizer, name, others="'auto'")
     if token is None and name == "none":
         raise ValueError("bos='none': a transplant replaces the sink on a fixed first token, so it must have one.")
     if token is None:

@@ -93,13 +93,9 @@ def transplant_checkpoint(
         with building(output, sum(tensor.nbytes for tensor in gated.parameters())) as folder:
             report.measures["first_token_dropped"] = _write(gated, plain, folder, first, max_shard_size)
             _write_card(gated, folder, output.name, loadable)
-            content = {
-                "source": loadable.checkpoint.hub_id or Path(source).name,
-                "source_model_type": converted.source_model_type,
-                "seconds": round(time.monotonic() - start, 1),
-                **report.to_dict(),
-            }
-            (folder / REPORT).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            origin = {"source": loadable.checkpoint.hub_id or Path(source).name}
+            origin |= {"source_model_type": converted.source_model_type}
+            _write_report(folder, report, origin | {"seconds": round(time.monotonic() - start, 1)})
     return report
 
 
@@ -188,6 +184,11 @@ def sink_measures(model: nn.Module, rows: torch.Tensor, first: int | None) -> di
         "max_activation_layer": spikes.max_layer,
         "max_activation_per_layer": spikes.per_layer,
     }
+
+
+def _write_report(folder: Path, report: TransplantReport, origin: dict) -> None:
+    text = json.dumps({**origin, **report.to_dict()}, indent=1, ensure_ascii=False)
+    (folder / REPORT).write_text(f"{text}\n", encoding="utf-8")
 
 
 def _write_card(gated: nn.Module, folder: Path, name: str, source: Loadable) -> None:

@@ -111,7 +111,7 @@ def build_trainer(settings: Settings, say: Callable[[str], None] = lambda line: 
     if not loadable.has_tokenizer:
         raise ValueError(f"model={settings.model} has no tokenizer, so no text can be given to it.")
     tokenizer = loadable.load_tokenizer()
-    student_bos = named("student_bos", tokenizer, settings.student_bos)
+    student_bos = first_token(tokenizer, settings.student_bos, field="student_bos")
     source, source_bos = open_source(settings, tokenizer)
     say("loading models")
     student = loadable.load_model("float32")
@@ -171,7 +171,7 @@ def open_source(settings: Settings, tokenizer) -> tuple[Loadable | None, int | N
             f"The tokenizers of model={settings.model} and source={settings.source} give {what} different ids: the "
             "two can only be compared on the same ones."
         )
-    return loadable, named("source_bos", other, settings.source_bos)
+    return loadable, first_token(other, settings.source_bos, field="source_bos")
 
 
 def kept_targets(settings: Settings, arguments, rows: Rows, source: Loadable, digest: str, bos: int | None, say):
@@ -188,13 +188,6 @@ def kept_targets(settings: Settings, arguments, rows: Rows, source: Loadable, di
         load=lambda: source.load_model("float32").to(arguments.device),
         say=say,
     )
-
-
-def named(field: str, tokenizer, bos: str) -> int | None:
-    try:
-        return first_token(tokenizer, bos)
-    except ValueError as error:
-        raise ValueError(str(error).replace("bos=", f"{field}=", 1)) from error
 
 
 def watched_rows(settings: Settings, tokenizer, rows: Rows, cache: Path) -> torch.Tensor:
