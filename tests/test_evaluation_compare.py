@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import typer
 from datasets import Dataset
 from evaluation_support import ROOTS, STORIES, make_job
 from huggingface_hub import ModelCard
+from lm_eval.loggers.utils import get_git_commit_hash
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -23,7 +25,7 @@ from gated_llama.evaluation.command import main
 from gated_llama.evaluation.documents import openings
 from gated_llama.evaluation.programs import passes
 from gated_llama.evaluation.report import _stems, to_markdown, write
-from gated_llama.evaluation.run import TASKS, local_data, parse
+from gated_llama.evaluation.run import TASKS, commit, local_data, parse
 from gated_llama.evaluation.statistics import SCALES, interval, mcnemar, paired
 from gated_llama_cli import eval as eval_command
 
@@ -441,7 +443,7 @@ def test_flags_win_over_a_configuration_file_item_by_item(tmp_path):
 def test_pictures_are_not_missed_at_the_end(command, identity, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = command(identity, "--against", STORIES, "--tasks", "hellaswag", "--output_path", tmp_path)
-    assert isinstance(result.exception, ValueError)
+    assert isinstance(result.exception, ImportError)
     assert "Pictures need matplotlib" in str(result.exception)
 
 
@@ -451,7 +453,28 @@ def test_missing_extra_names_the_fix(monkeypatch):
         importlib.reload(gated_llama.evaluation)
 
 
-def test_module_prints_the_table(identity, capsys):
+def test_module_prints_the_table(identity, capfd, tmp_path, monkeypatch):
+    """With headings (those of an old pytablewriter are A, B, C), and outside a repository without a word from git."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
     arguments = ["--tasks", "hellaswag", "--model_args", f"pretrained={identity}", "--limit", "1"]
-    assert main([*arguments, "--data-root", str(ROOTS[0])]) == 0
-    assert "acc_norm" in capsys.readouterr().out
+    assert main([*arguments, "--data-root", str(ROOTS[0].absolute())]) == 0
+    printed = capfd.readouterr()
+    heading = printed.out.splitlines()[0]
+    assert [cell.strip() for cell in heading.split("|") if cell.strip()][:5] == [
+        "Tasks", "Version", "Filter", "n-shot", "Metric",
+    ]  # fmt: skip
+    assert "acc_norm" in printed.out
+    assert "fatal" not in printed.err
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert commit() is None
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for call in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *call], check=True)
+    assert commit() == get_git_commit_hash()
+    assert len(commit()) >= 7
