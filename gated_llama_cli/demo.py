@@ -276,7 +276,7 @@ def draw(run: Run, before: dict, after: dict) -> str:
 
     try:
         figure = before_and_after({Path(run.source.name).name.removesuffix(".gguf"): before, "transplanted": after})
-    except ValueError as error:  # no matplotlib
+    except ImportError as error:  # no matplotlib
         return f"; no picture: {error}"
     figure.savefig(run.folder / PICTURE, dpi=150)
     return f"; picture: {PICTURE}"

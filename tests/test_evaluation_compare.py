@@ -14,6 +14,7 @@ from datasets import Dataset
 from evaluation_support import ROOTS, STORIES, make_job
 from huggingface_hub import ModelCard
 from lm_eval.loggers.utils import get_git_commit_hash
+from lm_eval.tasks import TaskManager
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -445,6 +446,16 @@ def test_pictures_are_not_missed_at_the_end(command, identity, tmp_path, monkeyp
     result = command(identity, "--against", STORIES, "--tasks", "hellaswag", "--output_path", tmp_path)
     assert isinstance(result.exception, ImportError)
     assert "Pictures need matplotlib" in str(result.exception)
+
+
+def test_a_task_that_needs_a_package_names_it(identity, capsys, monkeypatch):
+    def load(manager, names):
+        raise ModuleNotFoundError("No module named 'langdetect'", name="langdetect")
+
+    monkeypatch.setattr(TaskManager, "load", load)
+    assert main(["--tasks", "hellaswag", "--model_args", f"pretrained={identity}"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == "Error: hellaswag needs a package that is not installed: No module named 'langdetect'"
 
 
 def test_missing_extra_names_the_fix(monkeypatch):

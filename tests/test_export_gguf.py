@@ -410,7 +410,7 @@ def test_no_tokenizer(tmp_path):
 def test_no_gguf_package(tmp_path, monkeypatch):
     build_with_tokenizer(tmp_path / "source")
     monkeypatch.setattr(gguf_target.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'gated-llama\[gguf\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'gated-llama\[gguf\]'"):
         export_checkpoint(tmp_path / "source", tmp_path / "out", target="gguf")
 
 

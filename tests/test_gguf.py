@@ -207,9 +207,9 @@ def test_file_without_tokenizer(tmp_path):
     assert any("no tokenizer" in note for note in report.notes)
 
 
-def refused(path: Path, match: str) -> None:
+def refused(path: Path, match: str, error: type[Exception] = ValueError) -> None:
     before = sorted(os.listdir(path.parent))
-    with pytest.raises(ValueError, match=match) as caught:
+    with pytest.raises(error, match=match) as caught:
         convert_checkpoint(path, path.parent / "out")
     assert "\n" not in str(caught.value)
     assert sorted(os.listdir(path.parent)) == before
@@ -261,7 +261,7 @@ def test_package_that_is_not_installed(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"))
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "gguf" else real(name, *args))
-    refused(path, r"pip install 'gated-llama\[gguf\]'")
+    refused(path, r"pip install 'gated-llama\[gguf\]'", ImportError)
 
 
 @pytest.mark.slow

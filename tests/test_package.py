@@ -123,6 +123,13 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return function.end_lineno - function.lineno + 1 - docstring
 
 
+@pytest.mark.parametrize("path", python_files(*PACKAGES), ids=module_name)
+def test_a_missing_extra_is_an_import_error(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Raise) and "pip install 'gated-llama[" in ast.unparse(node).replace('"', "'"):
+            assert ast.unparse(node).startswith("raise ImportError(")
+
+
 # Public names: what checkpoints, adapters and remote code depend on.
 
 

@@ -75,12 +75,12 @@ class GgufFile:
     """
     Metadata and tensor table of a GGUF file (versions 2 and 3, little endian); arrays of strings are only counted.
 
-    Raises ValueError when the file is damaged, or when the `gguf` package is not installed.
+    Raises ValueError when the file is damaged, ImportError when the `gguf` package is not installed.
     """
 
     def __init__(self, path: Path):
         if importlib.util.find_spec("gguf") is None:
-            raise ValueError("Reading GGUF files needs the gguf package: pip install 'gated-llama[gguf]'.")
+            raise ImportError("Reading GGUF files needs the gguf package: pip install 'gated-llama[gguf]'.")
         self.path = path
         try:
             with open(path, "rb") as file:

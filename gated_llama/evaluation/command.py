@@ -49,6 +49,7 @@ def evaluate_command(
 
     Raises:
         ValueError: a request that cannot be met; the message says what to do.
+        ImportError: a package that the request needs is not installed.
     """
     if model is not None and model.startswith("-"):
         raise ValueError(f"No model was named: give MODEL before all options, {model} among them.")
@@ -166,7 +167,7 @@ def guarded(action: Callable[[], None]) -> int:
     """Exit code of a command: 0, 2 after a mistake of the user's that is told in one line, 130 when interrupted."""
     try:
         action()
-    except (ValueError, OSError, StrictDataclassError) as error:
+    except (ValueError, OSError, ImportError, StrictDataclassError) as error:
         sys.stderr.write(f"Error: {one_line(error)}\n")
         return 2
     except KeyboardInterrupt:

@@ -151,7 +151,7 @@ def _load_one(name: str | dict, manager: TaskManager, data_roots: Sequence) -> l
             f"{_advice(data_roots, _files(name, manager))}."
         ) from error
     except ImportError as error:
-        raise ValueError(f"{shown} needs a package that is not installed: {one_line(error)}") from error
+        raise ImportError(f"{shown} needs a package that is not installed: {one_line(error)}") from error
     except ValueError as error:
         if "BuilderConfig" not in str(error):  # of `datasets`: the configuration is not among the files
             raise
