@@ -90,13 +90,22 @@ def heads_at_identity(left: dict[str | int, list[int]] | None, heads: int) -> st
     return " ".join(f"{layer}/{names[layer]}" for layer in sorted(names) if names[layer])
 
 
+def read_card(path: Path) -> str:
+    """A card's text as it is; bytes that are not UTF-8, in a card that others wrote, are given back by `write_card`."""
+    return path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
+
+
+def write_card(path: Path, text: str) -> None:
+    path.write_bytes(text.encode("utf-8", errors="surrogateescape"))
+
+
 def source_metadata(folder: Path | None) -> dict:
     """Licence and languages that the card in `folder` states, if it has one that can be read."""
     path = folder / "README.md" if folder else None
     if path is None or not path.is_file():
         return {}
     try:
-        stated = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+        stated = ModelCard(read_card(path), ignore_metadata_errors=True).data.to_dict()
     except Exception:  # metadata of a README is written by hand; a bad one is no reason not to convert
         return {}
     return {key: stated[key] for key in INHERITED if stated.get(key)}

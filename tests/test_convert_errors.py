@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, SmolLM3Config
@@ -459,6 +460,13 @@ def test_generation_settings_of_config_json_are_carried(save_source, tmp_path):
     for name, value in settings.items():
         assert [getattr(config, name) for config in kept] == [value, value]
     assert kept[0].eos_token_id == kept[1].eos_token_id == 2
+
+
+def test_the_licence_of_a_card_that_is_not_utf8_is_taken_over(save_source, tmp_path):
+    source = save_source()
+    (source / "README.md").write_bytes("---\nlicense: mit\n---\n\nna\xefve\n".encode("latin-1"))
+    convert_checkpoint(source, tmp_path / "out")
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.license == "mit"
 
 
 @pytest.mark.parametrize("content", ["xx", "[]"])

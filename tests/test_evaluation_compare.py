@@ -28,6 +28,7 @@ from gated_llama.evaluation.programs import passes
 from gated_llama.evaluation.report import _stems, to_markdown, write
 from gated_llama.evaluation.run import TASKS, commit, local_data, parse
 from gated_llama.evaluation.statistics import SCALES, interval, mcnemar, paired
+from gated_llama.hub import read_card, write_card
 from gated_llama_cli import eval as eval_command
 
 
@@ -294,10 +295,14 @@ def test_programs_are_run_against_their_tests(monkeypatch):
 
 def test_card_carries_the_scores(identity, tmp_path):
     folder = shutil.copytree(identity, tmp_path / "model")
+    with open(folder / "README.md", "ab") as card:
+        card.write(b"A na\xefve note that is not UTF-8.\n")
     job = make_job(identity, "hellaswag")
     results = evaluate(job, build_model(job.config))
     for _ in range(2):  # a second time replaces
         add_results(folder, results, job.tasks)
+    assert (folder / "README.md").read_bytes().endswith(b"A na\xefve note that is not UTF-8.\n")
+    write_card(folder / "README.md", read_card(folder / "README.md").replace("\udcef", "i"))  # for the library
     data = ModelCard.load(folder / "README.md").data
     assert data.tags == ["gated-attention", "gated_llama"]
     found = {result.metric_type: result for result in data.eval_results}

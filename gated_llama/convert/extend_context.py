@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
+from ..hub import read_card, write_card
 from .opening import download
 from .output_folder import building, check_output
-from .tensor_files import one_line, read_json, read_weight_map
-from .tokenizer import TOKENIZER_CONFIG
+from .tensor_files import INDEX_FILE, SINGLE_FILE, one_line, read_json, read_weight_map
+from .tokenizer import CARRIED, TOKENIZER_CONFIG, copy_files
 
 
 # What each method writes beside rope_theta; `original` is the length of pre-training.
@@ -33,8 +34,9 @@ METHODS: dict[str, Callable[[float, int], dict[str, Any]]] = {
 # Kept from the source's rotary parameters: they do not depend on the length.
 LENGTH_FREE = ("rope_theta", "partial_rotary_factor")
 
-# The state of a training run is no part of the model.
-LEFT_BEHIND = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "global_step*", "runs", ".*")
+# What belongs to a model beside its weights: configuration and tokenizer, the card and its pictures, the code and the
+# record of a gated folder. All else (weights in other formats, states of training runs) would stay unextended.
+BELONGING = (*CARRIED, "config.json", "README.md", "*.png", "*.jpg", "*.svg", "*.py", "transplant.json")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Extension:
         length: tokens of context now.
         rope_parameters: as written.
         unchanged: whether the source had this extension already.
+        left_behind: what lies in the source's folder and is no part of the model.
     """
 
     output: Path
@@ -59,6 +62,7 @@ class Extension:
     length: int
     rope_parameters: dict[str, Any]
     unchanged: bool
+    left_behind: tuple[str, ...] = ()
 
 
 def extend_context(
@@ -104,15 +108,16 @@ def extend_context(
     check_rotary(config)
     changes, extension = plan_extension(raw, output, factor, method, rope_theta)
     check_windows(config, extension.length)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    size = sum((folder / name).stat().st_size for name in weight_files(folder))
     with building(output, 0 if link else size) as target:
-        copy_files(folder, target, link)
+        copy_model(folder, target, link)
+        left_behind = not_carried(folder, target)
         write_json(target / "config.json", raw | changes)
         raise_tokenizer_limit(target, extension.length)
         if not extension.unchanged:
             mark_card(target, extension)
         check_written(target, extension)
-    return extension
+    return replace(extension, left_behind=left_behind)
 
 
 def find_folder(source: str | Path, revision: str | None) -> Path:
@@ -123,7 +128,7 @@ def find_folder(source: str | Path, revision: str | None) -> Path:
     if not path.is_dir():
         if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(source)):
             raise ValueError(f"{source} does not exist.")
-        path = download(str(source), revision)
+        path = download(str(source), revision, BELONGING)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json: it is not a checkpoint folder.")
     read_weight_map(path)
@@ -240,18 +245,29 @@ def config_changes(raw: dict[str, Any], rope: dict[str, Any], length: int) -> di
     return changes
 
 
-def copy_files(source: Path, target: Path, link: bool) -> None:
-    def copy(origin: str, destination: str):
-        # The pages of a Hub snapshot are links into its cache: resolve them, or the link would be to a link.
-        origin = Path(origin).resolve()
-        if link and origin.suffix == ".safetensors":
-            Path(destination).hardlink_to(origin)
-        else:
-            shutil.copyfile(origin, destination)
+def weight_files(folder: Path) -> list[str]:
+    return sorted(set(read_weight_map(folder).values())) or [SINGLE_FILE]
 
-    shutil.copytree(
-        source, target, ignore=shutil.ignore_patterns(*LEFT_BEHIND), copy_function=copy, dirs_exist_ok=True
-    )
+
+def copy_model(source: Path, target: Path, link: bool) -> None:
+    """The files of the model, its weights (those of the index, where there is one) as hard links if asked."""
+    copy_files(source, target, BELONGING)
+    if (source / INDEX_FILE).is_file():
+        shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
+    for name in weight_files(source):
+        # The files of a Hub snapshot are links into its cache: resolve them, or the link would be to a link.
+        origin = (source / name).resolve()
+        if link:
+            (target / name).hardlink_to(origin)
+        else:
+            shutil.copyfile(origin, target / name)
+
+
+def not_carried(source: Path, target: Path) -> tuple[str, ...]:
+    """Names of what lies in `source` and not in its copy, hidden files aside; folders end in a slash."""
+    carried = {path.name for path in target.iterdir()}
+    left = [path for path in source.iterdir() if path.name not in carried and not path.name.startswith(".")]
+    return tuple(sorted(f"{path.name}/" if path.is_dir() else path.name for path in left))
 
 
 def raise_tokenizer_limit(folder: Path, length: int) -> None:
@@ -270,14 +286,14 @@ def mark_card(folder: Path, extension: Extension) -> None:
         f"> Context extended to {extension.length:,} tokens ({extension.method} x{extension.factor:g}, without "
         "training). Scores and instructions below are the original's.\n"
     )
-    header, text = "", path.read_text(encoding="utf-8")
+    header, text = "", read_card(path)
     with contextlib.suppress(yaml.YAMLError):  # a card that cannot be read is no reason not to extend
         if text.startswith("---"):
             card = ModelCard(text, ignore_metadata_errors=True)
             card.data.pop("model_name", None)
             card.data.eval_results = None
             header, text = f"---\n{card.data.to_yaml()}\n---\n\n", card.text.lstrip()
-    path.write_text(f"{header}{note}\n{text}", encoding="utf-8")
+    write_card(path, f"{header}{note}\n{text}")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

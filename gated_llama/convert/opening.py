@@ -94,14 +94,14 @@ def open_folder(folder: Path, hub_id: str | None = None) -> Checkpoint:
     return Checkpoint(folder, raw_config, SafetensorsReader(folder), hub_id=hub_id)
 
 
-def download(repository: str, revision: str | None) -> Path:
-    """Fetches the files that a conversion reads: everything small, then the weights that the index names."""
+def download(repository: str, revision: str | None, others: tuple[str, ...] = ()) -> Path:
+    """Fetches the files that a conversion reads, and `others`: everything small, then the weights of the index."""
     try:
         folder = Path(
             snapshot_download(
                 repository,
                 revision=revision,
-                allow_patterns=["config.json", INDEX_FILE, "README.md", *CARRIED],
+                allow_patterns=["config.json", INDEX_FILE, "README.md", *CARRIED, *others],
             )
         )
         index = folder / INDEX_FILE

@@ -86,9 +86,9 @@ def carry_files(checkpoint, folder: Path) -> tuple[str | None, list[str]]:
     return pin_class(load_tokenizer(checkpoint.folder), folder)
 
 
-def copy_files(source: Path, folder: Path) -> None:
+def copy_files(source: Path, folder: Path, patterns: tuple[str, ...] = CARRIED) -> None:
     """The tokenizer and what else travels with the weights, byte for byte."""
-    for pattern in CARRIED:
+    for pattern in patterns:
         for path in sorted(source.glob(pattern)):
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
