@@ -91,7 +91,7 @@ def heads_at_identity(left: dict[str | int, list[int]] | None, heads: int) -> st
 
 
 def read_card(path: Path) -> str:
-    """A card's text as it is; bytes that are not UTF-8, in a card that others wrote, are given back by `write_card`."""
+    """A card's text; bytes that are not UTF-8, in a card that others wrote, are given back by `write_card`."""
     return path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
 
 

@@ -28,7 +28,7 @@ from gated_llama.convert.tensor_files import read_json
 from gated_llama.diagnostics import corpus
 from gated_llama.diagnostics.corpus import read_documents
 from gated_llama.modeling_gated import AttentionGate
-from gated_llama.retrofit import data, losses, targets
+from gated_llama.retrofit import data, losses, run_folder, targets
 from gated_llama.retrofit.adapters import gate_adapter_config
 from gated_llama.retrofit.callbacks import Interruption
 from gated_llama.retrofit.settings import Data, Text
@@ -620,6 +620,43 @@ def test_texts_are_mixed_in_proportion(workshop, tokenizer):
     index = rows.places.index((name, place))
     assert rows[index]["input_ids"].tolist() == stream[place * 32 : place * 32 + 32]
     assert rows[index]["row"] == index
+
+
+def test_each_choice_of_rows_depends_on_the_seed(tokenizer, tmp_path):
+    """Which texts follow each other, and which rows of a text are taken, are drawn apart; so are two equal texts."""
+    path = tmp_path / "text.txt"
+    path.write_text("Once upon a time there was a cat. " * 200)
+    texts = {name: Text(path=str(path), share=1.0) for name in ("one", "two")}
+    seeds = [
+        data.mix_rows(tokenizer, Data(texts=texts, context=16), 20, seed=seed, cache=tmp_path / "tokens")
+        for seed in (0, 1)
+    ]
+    assert seeds[0].names != seeds[1].names
+    taken = {(rows is seeds[0], name): [p for n, p in rows.places if n == name] for rows in seeds for name in texts}
+    assert len({tuple(sorted(rows)) for rows in taken.values()}) == 4
+
+
+def checkpoint(folder: Path, state: str = "{}", optimizer: str = "optimizer.pt") -> str:
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text(state)
+    if optimizer:
+        (folder / optimizer).touch()
+    return str(folder)
+
+
+def test_a_run_goes_on_from_its_latest_whole_checkpoint(tmp_path):
+    assert run_folder.last_checkpoint(tmp_path) is None
+    paths = {step: checkpoint(tmp_path / f"checkpoint-{step}") for step in (9, 10, 100)}  # by number, not by name
+    assert run_folder.last_checkpoint(tmp_path) == paths[100]
+    checkpoint(tmp_path / "checkpoint-200", state="{")  # the disk was full
+    (tmp_path / "checkpoint-300").mkdir()
+    checkpoint(tmp_path / "checkpoint-best")
+    assert run_folder.last_checkpoint(tmp_path) == paths[100]
+    sharded = checkpoint(tmp_path / "checkpoint-400", optimizer="global_step400")
+    assert run_folder.last_checkpoint(tmp_path) == sharded
+    checkpoint(tmp_path / "checkpoint-500", optimizer="")
+    with pytest.raises(ValueError, match="checkpoint-500 has lost the optimizer's state"):
+        run_folder.last_checkpoint(tmp_path)
 
 
 def test_documents_are_joined_by_the_separator(tokenizer, tmp_path):
