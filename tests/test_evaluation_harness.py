@@ -1,6 +1,7 @@
 """The model class `gated-llama` in lm-evaluation-harness: same numbers every way, beginnings, fits, probes, cache."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics import FirstTokenAttention, GateScores
 from gated_llama.evaluation import GatedLlamaLM, build_model, evaluate
 from gated_llama.evaluation.cache import cache_name
@@ -477,3 +479,18 @@ def test_extended_context_is_read_from_the_configuration(base):
     (base / "config.json").write_text(json.dumps(config))  # max_position_embeddings stays 512, as in Qwen's cards
     assert GatedLlamaLM(str(base), **CPU).max_length == 2048
     assert GatedLlamaLM(str(base), max_length=300, **CPU).max_length == 300
+
+
+def test_the_amplitude_of_yarn_is_that_of_the_conversion(base, tmp_path):
+    """A source with `attn_factor`, which the library ignores: both sides of a comparison are read alike."""
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attn_factor": 0.5}
+    config["rope_parameters"]["original_max_position_embeddings"] = 128
+    (base / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(base, tmp_path / "gated")
+    found = [GatedLlamaLM(str(folder), device="cpu").model for folder in (base, tmp_path / "gated")]
+    expected = 0.5 * (0.1 * math.log(4) + 1)
+    assert [model.model.rotary_emb.attention_scaling for model in found] == pytest.approx([expected, expected])
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(*(model(ids).logits for model in found))

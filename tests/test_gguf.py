@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2
 
 from gated_llama import GatedLlamaForCausalLM
 from gated_llama.convert import convert_checkpoint
+from gated_llama.convert.verify import verify
 
 
 ARCHS = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
@@ -200,11 +201,35 @@ def test_tokenizer_of_the_file(tmp_path):
     assert result.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
 
 
-def test_file_without_tokenizer(tmp_path):
-    path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"), tokenizer=False)
+@pytest.mark.parametrize("vocab_size", [True, False])
+@pytest.mark.parametrize(("architecture", "fields"), [("llama", {}), ("qwen3", {"head_dim": 16})])
+def test_file_without_tokenizer(architecture, fields, vocab_size, tmp_path, monkeypatch):
+    """Then the embedding alone tells the size of the vocabulary, unless there is a key for it."""
+    if not vocab_size:
+        monkeypatch.setattr(GGUFWriter, "add_vocab_size", lambda writer, size: None)
+    path = write_gguf(tmp_path / "tiny.gguf", random_model(architecture, **fields), tokenizer=False)
     report = convert_checkpoint(path, tmp_path / "out")
     assert report.tokenizer_class is None
     assert any("no tokenizer" in note for note in report.notes)
+    assert report.config.vocab_size == TINY["vocab_size"]
+    assert verify(path, tmp_path / "out").passes()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("feed_forward_length", 48), ("attention.layer_norm_rms_epsilon", None)],
+)
+def test_errors_speak_of_the_file(key, value, tmp_path, monkeypatch):
+    """A GGUF file has no config.json."""
+    model = random_model("llama")
+    if value is None:  # a text where a number belongs
+        monkeypatch.setattr(
+            GGUFWriter, "add_layer_norm_rms_eps", lambda writer, _: writer.add_string(f"llama.{key}", "x")
+        )
+    path = write_gguf(tmp_path / "tiny.gguf", model, extra_keys=[] if value is None else [(key, value)])
+    with pytest.raises(ValueError, match=r"metadata of tiny\.gguf") as caught:
+        convert_checkpoint(path, tmp_path / "out")
+    assert "config.json" not in str(caught.value)
 
 
 def refused(path: Path, match: str, error: type[Exception] = ValueError) -> None:
@@ -221,7 +246,10 @@ def refused(path: Path, match: str, error: type[Exception] = ValueError) -> None
         ([("attention.sliding_window", 16)], r"llama.attention.sliding_window=16, which the decoder does not know"),
         ([("expert_count", 8)], "llama.expert_count=8"),
         ([("attention.value_length", 4)], "llama.attention.value_length=4"),
-        ([("rope.scaling.original_context_length", 16)], "original_context_length=16"),
+        (
+            [("rope.scaling.original_context_length", 16)],
+            "original_context_length=16, which Transformers drops when it loads GGUF.*convert from the safetensors",
+        ),
         ([("logit_scale", 2)], "logit_scale=2"),
     ],
 )

@@ -22,6 +22,7 @@ from .layouts import fold_scale
 from .opening import Checkpoint, open_checkpoint
 from .output_folder import building, check_output
 from .policies import GateStart, plan_start
+from .rotary import plain_rotary
 from .sources import Origin, decoder_fields
 from .tensor_files import DTYPES, FileRange, one_line, plan_shards, write_shards
 from .tokenizer import carry_files
@@ -157,7 +158,8 @@ def convert_checkpoint(
     }
     checkpoint = open_checkpoint(source, revision)
     start = {"policy": policy, "bias": bias, "gate_bias": gate_bias, "seed": seed}
-    plan = make_plan(checkpoint, gate, start, layout=layout, gate_scale=gate_scale, dtype=dtype)
+    with checkpoint.in_its_words():
+        plan = make_plan(checkpoint, gate, start, layout=layout, gate_scale=gate_scale, dtype=dtype)
     plan_shards(plan.targets, max_shard_size)
     with building(output, sum(target.nbytes for target in plan.targets.values())) as folder:
         tokenizer_class, notes = write_files(plan, folder, output)
@@ -188,7 +190,7 @@ def make_plan(
 ) -> Plan:
     """Decides configuration, start and the origin of every tensor; ValueError where the source does not fit."""
     checkpoint, added = without_added_layer(checkpoint)
-    raw = checkpoint.raw_config
+    raw, rotary_notes = plain_rotary(checkpoint.raw_config)
     record = source_for(raw, layout)
     fields = decoder_fields(record, raw)
     imported = isinstance(record, GatedSource)
@@ -219,7 +221,7 @@ def make_plan(
     kept = {name: targets[name].to(origin.dtype) for name, origin in origins.items() if origin.dtype}
     if kept and dtype != torch.float32:
         notes = [*notes, KEPT_DTYPE.format(kept=len(kept), dtype=str(dtype).removeprefix("torch."))]
-    plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes) + added)
+    plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes) + added + rotary_notes)
     check_tensors(plan, record.dropped_tensors)
     return plan
 

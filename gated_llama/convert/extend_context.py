@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..hub import read_card, write_card
+from .config_file import library_config
 from .opening import download
 from .output_folder import building, check_output
-from .tensor_files import INDEX_FILE, SINGLE_FILE, one_line, read_json, read_weight_map
+from .tensor_files import INDEX_FILE, SINGLE_FILE, read_json, read_weight_map
 from .tokenizer import CARRIED, TOKENIZER_CONFIG, copy_files
 
 
@@ -104,7 +104,7 @@ def extend_context(
     factor, output = float(factor), check_output(Path(output), source)
     folder = find_folder(source, revision)
     raw = read_json(folder / "config.json")
-    config = load_config(folder)
+    config = library_config(folder)
     check_rotary(config)
     changes, extension = plan_extension(raw, output, factor, method, rope_theta)
     check_windows(config, extension.length)
@@ -133,13 +133,6 @@ def find_folder(source: str | Path, revision: str | None) -> Path:
         raise ValueError(f"{path} has no config.json: it is not a checkpoint folder.")
     read_weight_map(path)
     return path
-
-
-def load_config(folder: Path) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except StrictDataclassError as error:
-        raise ValueError(f"{folder}/config.json is not valid: {one_line(error.__cause__ or error)}") from error
 
 
 def check_rotary(config: PreTrainedConfig) -> None:
@@ -302,7 +295,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def check_written(folder: Path, extension: Extension) -> None:
     """The written configuration says to Transformers what it should: its own checks and defaults come in between."""
-    config = load_config(folder)
+    config = library_config(folder)
     read = {key: config.rope_parameters.get(key) for key in extension.rope_parameters}
     if read != extension.rope_parameters or config.max_position_embeddings != extension.length:
         raise ValueError(

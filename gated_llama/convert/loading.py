@@ -11,16 +11,20 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
+from .config_file import library_config
 from .imports import PAPER_FLAGS
 from .opening import Checkpoint, open_checkpoint
+from .rotary import honour_attn_factor
 from .tensor_files import one_line
 from .tokenizer import VOCABULARIES, carry_files, load_tokenizer
 
 
 # What other code calls its gates, inside an attention module.
 GATE_NAMES = re.compile(r"(attn|attention)\w*\.(w_g|g_proj|g_param|gate_proj|attn_gate|gate)(\.|$)")
+# What the library's GGUF loader takes from its defaults: without a tokenizer, and for Qwen3.
+GGUF_SIZES = ("vocab_size", "head_dim")
 UNKNOWN_CLASS = re.compile(r"Unrecognized configuration class <class '(?:\w+\.)*(\w+)'>")
 
 
@@ -47,7 +51,12 @@ class Loadable:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        return AutoConfig.from_pretrained(**self.arguments)
+        """As the library reads it, but for what it does not understand (see `library_config`, `with_amplitude`)."""
+        gguf_file = self.checkpoint.gguf_file
+        config = honour_attn_factor(library_config(self.checkpoint.folder, gguf_file=gguf_file))
+        if gguf_file:
+            config.update({name: self.checkpoint.raw_config[name] for name in GGUF_SIZES})
+        return config
 
     @property
     def stored_dtype(self) -> str:
@@ -73,10 +82,8 @@ class Loadable:
         return any(any(self.checkpoint.folder.glob(pattern)) for pattern in VOCABULARIES)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        try:
-            return AutoTokenizer.from_pretrained(**self.arguments)
-        except Exception as error:  # a damaged file surfaces as almost any type
-            raise ValueError(f"The tokenizer of {self} cannot be loaded: {one_line(error)}") from error
+        gguf = {"gguf_file": self.checkpoint.gguf_file} if self.checkpoint.gguf_file else {}
+        return load_tokenizer(self.checkpoint.folder, name=str(self), **gguf)
 
     def carried_tokenizer(self) -> PreTrainedTokenizerBase:
         """As a conversion delivers it: what tokenizer.json says, where AutoTokenizer's class says otherwise."""

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,16 @@ class Checkpoint:
     reader: SafetensorsReader | GgufReader
     gguf_file: str | None = None
     hub_id: str | None = None
+
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Within it, errors about a GGUF source speak of its metadata, which stand in for config.json."""
+        try:
+            yield
+        except ValueError as error:
+            if self.gguf_file is None or "config.json" not in str(error):
+                raise
+            raise ValueError(str(error).replace("config.json", f"metadata of {self.gguf_file}")) from error
 
     def digest(self) -> str:
         """

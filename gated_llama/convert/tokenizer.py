@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
+from .config_file import has_mark, library_config
 from .tensor_files import one_line, read_json
 
 
@@ -110,11 +112,36 @@ def carry_generation_settings(raw_config: dict, path: Path) -> None:
         path.write_text(json.dumps(ids | settings, indent=2) + "\n", encoding="utf-8")
 
 
-def load_tokenizer(folder: Path, **options):
+def load_tokenizer(folder: Path, name: str | None = None, **options):
+    """
+    What AutoTokenizer makes of `folder`, called `name` in errors.
+
+    Raises ValueError for files that cannot be read, ImportError when a package is missing for them.
+    """
+    if (folder / "config.json").is_file() and has_mark(folder / "config.json"):
+        options["config"] = library_config(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except Exception as error:  # a damaged file surfaces as almost any type
-        raise ValueError(f"The tokenizer of {folder} cannot be loaded: {one_line(error)}") from error
+        refuse_unreadable(folder)
+        raise ValueError(f"The tokenizer of {name or folder} cannot be loaded: {one_line(error)}") from error
+
+
+def refuse_unreadable(folder: Path) -> None:
+    """Raises for reasons that the library's own messages do not give."""
+    for path in sorted(folder.glob("*.json")):
+        if path.name != "config.json" and has_mark(path):
+            raise ValueError(
+                f"{path} begins with a byte order mark, which the library does not read: save it as UTF-8 without one."
+            )
+    models = [path.name for path in folder.glob("*.model")]  # the library goes on to try them as files of tiktoken
+    available = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    missing = [package for package, there in available.items() if not there]
+    if models and missing and not (folder / "tokenizer.json").is_file():
+        raise ImportError(
+            f"{folder / models[0]} is a SentencePiece model, which Transformers reads with {' and '.join(missing)}: "
+            f"pip install {' '.join(missing)}."
+        )
 
 
 def pin_class(source, folder: Path) -> tuple[str, list[str]]:

@@ -16,10 +16,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..convert.extend_context import context_length
 from ..convert.loading import plain_errors, refuse_lost_gates
+from ..convert.rotary import honour_attn_factor
 from .probes import COLLECTORS, TaskProbes
 
 
@@ -35,12 +36,17 @@ class TruncationError(ValueError):
 
 class WholeModel:
     """
+    AutoConfig,
     AutoModelForCausalLM, for checkpoints that have all weights and no gates besides: the library makes up what is not
     there, and leaves out what it has no place for.
     """
 
     @staticmethod
     def from_pretrained(name: str, **options) -> torch.nn.Module:
+        where = ("revision", "trust_remote_code", "gguf_file", "subfolder")
+        config = AutoConfig.from_pretrained(name, **{key: options[key] for key in where if key in options})
+        if "attn_factor" in (getattr(config, "rope_parameters", None) or {}):
+            options["config"] = honour_attn_factor(config)
         with plain_errors(name):
             model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
         refuse_lost_gates(name, info)

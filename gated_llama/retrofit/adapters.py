@@ -165,7 +165,7 @@ class GateAdapter:
             raise ValueError("The trained model carries an adapter of PEFT: merge_and_unload() it first.")
         before, after = open_weights(base), open_weights(trained)
         check_start(before)
-        check_fields(before.config, fields_of(after.config), f"{after.name} has")
+        check_fields(before.config, fields_of(after.config), "The trained model has")
         tensors, scales = {}, {}
         lost = sorted(set(before.shapes) - set(after.shapes))
         for name, shape in after.shapes.items():
@@ -186,9 +186,9 @@ class GateAdapter:
                 lost.append(name)
         if lost:
             raise ValueError(
-                f"{after.name} differs from {before.name} in {len(lost)} tensors that are neither gates nor vectors, "
-                f"the first {lost[0]!r}, which an adapter of gates would lose: pass matrices=True, keep the whole "
-                "model, or train with gate_adapter_config."
+                f"The trained model differs from its base {before.name} in {len(lost)} tensors that are neither gates "
+                f"nor vectors, the first {lost[0]!r}, which an adapter of gates would lose: pass matrices=True, keep "
+                "the whole model, or train with gate_adapter_config."
             )
         changes = {field: getattr(after.config, field) for field in CARRIED_FIELDS}
         changes = {field: value for field, value in changes.items() if value != getattr(before.config, field)}
