@@ -12,13 +12,16 @@ from .console import byte_progress, facts, hide_bars, out
 from .options import Activation, Dtype, GateInput, Granularity, Layout, Operation, Policy, Position, layer_list
 
 
+SMOLLM3 = "smollm3: with rotary positions in every layer only, which SmolLM3-3B has not."
+
+
 def register(app: typer.Typer):
     app.command()(convert)
 
 
 def convert(
     ctx: typer.Context,
-    source: Annotated[str, typer.Argument(help="Hub id, folder or .gguf file of a checkpoint.")],
+    source: Annotated[str, typer.Argument(help=f"Hub id, folder or .gguf file of a checkpoint. {SMOLLM3}")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new or empty.")],
     position: Annotated[
         Position, typer.Option(case_sensitive=False, help="What is gated (G1 is sdpa_output).")

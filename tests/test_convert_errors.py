@@ -312,7 +312,10 @@ def test_a_dtype_that_is_none_is_told_in_one_line_by_all_readers(save_source):
 
 
 def test_layers_without_rotary_are_refused_by_name(save_source):
-    refused(save_source(SmolLM3Config, pad_token_id=0), r"layers \[3\] have no rotary embedding")
+    refused(
+        save_source(SmolLM3Config, pad_token_id=0),
+        r"layers \[3\] have no rotary embedding \(no_rope_layers, as in SmolLM3-3B\)",
+    )
 
 
 def test_other_architectures_are_refused_by_name(tmp_path):

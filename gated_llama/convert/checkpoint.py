@@ -22,7 +22,7 @@ from .layouts import fold_scale
 from .opening import Checkpoint, open_checkpoint
 from .output_folder import building, check_output
 from .policies import GateStart, plan_start
-from .rotary import plain_rotary
+from .source_rotary import plain_rotary
 from .sources import Origin, decoder_fields
 from .tensor_files import DTYPES, FileRange, one_line, plan_shards, write_shards
 from .tokenizer import carry_files
@@ -115,9 +115,10 @@ def convert_checkpoint(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ConversionReport:
     """
-    Converts a checkpoint of type llama, qwen2, qwen3, mistral or smollm3 into a gated one, or takes over the gate of
-    one that has it already: the paper release, qwen3_next, qwen3_5_text, step3p5 and afmoe (`imports` says how far),
-    what `export_checkpoint` wrote, and state dicts of other code (`state_dicts`).
+    Converts a checkpoint of type llama, qwen2, qwen3, mistral or smollm3 (with rotary positions in every layer, which
+    SmolLM3-3B has not) into a gated one, or takes over the gate of one that has it already: the paper release,
+    qwen3_next, qwen3_5_text, step3p5 and afmoe (`imports` says how far), what `export_checkpoint` wrote, and state
+    dicts of other code (`state_dicts`).
 
     Tensors are streamed; the folder appears under its name only when it is complete.
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from .config_file import library_config
 from .imports import PAPER_FLAGS
 from .opening import Checkpoint, open_checkpoint
-from .rotary import honour_attn_factor
+from .source_rotary import honour_attn_factor
 from .tensor_files import one_line
 from .tokenizer import VOCABULARIES, carry_files, load_tokenizer
 

@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .rotary import ROPE_TABLES, check_numbers, plain_rotary
+from .source_rotary import ROPE_TABLES, check_numbers, plain_rotary
 from .tensor_files import one_line
 
 
@@ -250,7 +250,10 @@ def nope_layers(config: PreTrainedConfig) -> str | None:
     layers = [index for index, rotary in enumerate(config.no_rope_layers) if not rotary]
     if not layers:
         return None
-    return f"layers {layers} have no rotary embedding (no_rope_layers), and every layer of this decoder rotates"
+    return (
+        f"layers {layers} have no rotary embedding (no_rope_layers, as in SmolLM3-3B), and every layer of this "
+        "decoder rotates"
+    )
 
 
 SOURCES = {

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..convert.extend_context import context_length
 from ..convert.loading import plain_errors, refuse_lost_gates
-from ..convert.rotary import honour_attn_factor
+from ..convert.source_rotary import honour_attn_factor
 from .probes import COLLECTORS, TaskProbes
 
 
