@@ -75,6 +75,7 @@ def card_rows(config: GatedLlamaConfig) -> dict[str, str]:
     }
     if fold := record.get("fold"):
         rows["folded"] = ", ".join(f"`{site}` times {factor:g}" for site, factor in fold.items()) + ", in gated layers"
+        rows["adapters of the source"] = "only after `gated-llama convert-adapter`, which folds them in the same way"
     if left := heads_at_identity(record.get("identity_heads"), config.num_attention_heads):
         rows["heads at the identity"] = f"layer/head {left}; their columns of `o_proj.weight` are doubled"
     if record.get("policy") == "transplant":

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..configuration_gated import GatedLlamaConfig
-from .checkpoint import choose_dtype, expected_tensors, is_finite
+from .checkpoint import choose_dtype, expected_tensors
 from .export_card import export_card
 from .gguf_proof import prove_gguf
 from .gguf_target import (
@@ -34,7 +34,7 @@ from .output_folder import building, check_output
 from .parity import Parity, compare
 from .rewriting import Recipe, Rewriting, storable_eps
 from .targets import Target, features, get_targets, require_served_cell
-from .tensor_files import one_line, write_shards
+from .tensor_files import is_finite, one_line, write_shards
 from .tokenizer import carry_files
 
 

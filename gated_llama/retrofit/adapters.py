@@ -15,7 +15,7 @@ from torch import nn
 from ..configuration_gated import GatedLlamaConfig
 from ..convert.checkpoint import GATE_TENSOR
 from ..convert.output_folder import building, check_output
-from ..convert.tensor_files import one_line, read_json
+from ..convert.tensor_files import check_finite, one_line, read_json
 from .adapter_base import (
     CARRIED_FIELDS,
     check_base,
@@ -194,6 +194,7 @@ class GateAdapter:
         changes = {field: value for field, value in changes.items() if value != getattr(before.config, field)}
         # Always there, so that a model that carries a part of the adapter can say so.
         changes["gate_retrofit"] = after.config.gate_retrofit
+        check_finite(tensors | scales, "the trained model")
         named = {"name": base_name or before.name, "architecture": before.architecture}
         return cls(tensors, scales, changes, named | describe(before))
 
@@ -226,6 +227,7 @@ class GateAdapter:
         }
         weights = {_key(name): tensor for name, tensor in self.tensors.items()}
         weights |= {_scale_key(name): tensor for name, tensor in self.column_scales.items()}
+        check_finite(weights, "the adapter")
         with building(output, self.nbytes) as target:
             save_file(weights, target / WEIGHTS_FILE, metadata={"format": "pt"})
             _write_json(target / RECORD_FILE, record)
@@ -266,6 +268,7 @@ class GateAdapter:
                 fold or policy, other weights, gates that have moved, or tensors that are quantised or elsewhere.
         """
         _check_strength(strength)
+        check_finite(self.tensors | self.column_scales, "the adapter")
         if hasattr(model, "peft_config"):
             raise ValueError("The model carries an adapter of PEFT: merge_and_unload() it, or load the base again.")
         weights = open_weights(model)
