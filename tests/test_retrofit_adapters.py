@@ -586,3 +586,33 @@ def test_damaged_folders(convert, tmp_path):
     record.unlink()
     with pytest.raises(ValueError, match=r"load it with PeftModel\.from_pretrained"):
         GateAdapter.load(output)
+
+
+def test_values_that_are_not_finite_are_never_written(convert, tmp_path):
+    base, model = convert(), trained(convert())
+    model.model.layers[1].self_attn.g_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.g_proj\.weight of the trained model .* not finite"):
+        GateAdapter.extract(model, base)
+    adapter = GateAdapter.extract(trained(base), base)
+    adapter.tensors["model.layers.0.self_attn.g_proj.weight"][0, 0] = torch.inf
+    with pytest.raises(ValueError, match="of the adapter holds values that are not finite"):
+        adapter.save(tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    target = load(base)
+    with pytest.raises(ValueError, match="of the adapter holds values that are not finite"):
+        adapter.merge(target)
+    assert not target.model.layers[0].self_attn.g_proj.weight.any()
+
+
+def test_lora_fits_gates_that_are_zero_and_dora_does_not(convert):
+    for dora in (False, True):
+        model = get_peft_model(load(convert()), LoraConfig(target_modules=["g_proj"], use_dora=dora))
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert all(gradient.isfinite().all() for gradient in gradients) != dora
+    with_dora = gate_adapter_config(load(convert()), ["o_proj"], use_dora=True)
+    model = get_peft_model(load(convert()), with_dora)  # the gates are copies beside it
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

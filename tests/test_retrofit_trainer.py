@@ -241,6 +241,23 @@ def test_the_last_step_is_logged_whatever_is_saved(workshop):
     assert [entry["step"] for entry in steps(report)] == [3, 5]
 
 
+def test_weights_that_are_not_finite_are_not_saved(workshop, monkeypatch):
+    """The loss and the gradient of the last step may still be finite."""
+    folder, recipe = workshop
+    training = recipe["training"] | {"max_steps": 1, "save_steps": 1}
+    chosen = settings(folder, recipe, output=str(folder / "overflowed"), training=training)
+    save = RetrofitTrainer._save
+
+    def overflowed(self, output_dir=None, state_dict=None):
+        self.model.model.norm.weight.data[3] = torch.inf
+        save(self, output_dir, state_dict)
+
+    monkeypatch.setattr(RetrofitTrainer, "_save", overflowed)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight holds values that are not finite at step 1: lower"):
+        train(chosen)
+    assert not list((folder / "overflowed").rglob("*.safetensors"))
+
+
 def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(workshop, monkeypatch):
     folder, recipe = workshop
     training = recipe["training"] | {"max_steps": 4, "save_steps": 1}
