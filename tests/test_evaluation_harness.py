@@ -1,9 +1,11 @@
 """The model class `gated-llama` in lm-evaluation-harness: same numbers every way, beginnings, fits, probes, cache."""
 
+import inspect
 import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from gated_llama.diagnostics import FirstTokenAttention, GateScores
 from gated_llama.evaluation import GatedLlamaLM, build_model, evaluate
 from gated_llama.evaluation.cache import cache_name
+from gated_llama.evaluation.harness import BESIDE_A_MODEL
 
 
 # The harness and `datasets` are not ours to keep free of deprecations.
@@ -153,6 +156,67 @@ def test_adapters_are_applied(random_gates, tmp_path):
     assert found["with"] == found["in memory"]
     assert found["with"] != found["without"]
     assert lms["with"].get_model_info()["probes"]["task"]["gate_scores"]["mean"] > 0
+
+
+# A loaded model
+
+LOADING = (
+    *("peft", "delta", "dtype", "revision", "subfolder", "device", "parallelize", "tp_plan", "gguf_file", "autogptq"),
+    *("gptqmodel", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "trust_remote_code"),
+    *("use_fast_tokenizer", "load_in_4bit", "attn_implementation", "quantization_config", "nonsense"),
+)
+
+
+@pytest.fixture
+def loaded(random_gates):
+    model = AutoModelForCausalLM.from_pretrained(random_gates, attention_dropout=0.5)
+    return model, AutoTokenizer.from_pretrained(random_gates)
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_options_that_a_loaded_model_makes_meaningless_are_refused_by_name(name, loaded):
+    model, tokenizer = loaded
+    with pytest.raises(ValueError, match=rf"^{name} beside a loaded model would change nothing: load the GatedLlama"):
+        GatedLlamaLM(model, tokenizer=tokenizer, **{name: "auto"})
+
+
+def test_every_other_option_is_taken_beside_a_loaded_model(loaded, random_gates):
+    model, _ = loaded
+    known = set(inspect.signature(HFLM.__init__).parameters) - {"self", "pretrained", "kwargs"}
+    assert known - set(LOADING) == set(BESIDE_A_MODEL)
+    unset = {"peft": None, "parallelize": False}
+    named = GatedLlamaLM(model, tokenizer=random_gates, use_fast_tokenizer=True, max_length=99, **unset)
+    assert named.max_length == 99
+    assert GatedLlamaLM(model).tokenizer.name_or_path == random_gates  # the model's own
+    model.name_or_path = ""
+    with pytest.raises(ValueError, match="loaded from no folder: give tokenizer="):
+        GatedLlamaLM(model)
+
+
+def test_a_loaded_model_goes_on_in_its_mode_and_is_measured_without_dropout(loaded):
+    model, tokenizer = loaded
+    tokenizer.pad_token = None
+    asked = [REQUESTS["loglikelihood"], REQUESTS["loglikelihood_rolling"], REQUESTS["generate_until"]]
+    expected = [
+        getattr(GatedLlamaLM(model, tokenizer=tokenizer), each.request_type)([each], disable_tqdm=True)
+        for each in asked
+    ]
+    model.train().model.layers[1].eval()  # a layer that is kept from dropout stays so
+    before = [module.training for module in model.modules()]
+    lm = GatedLlamaLM(model, tokenizer=tokenizer, probes="gates,sink")
+    assert [module.training for module in model.modules()] == before
+    for each, answer in zip(asked, expected, strict=True):
+        assert getattr(lm, each.request_type)([each], disable_tqdm=True) == answer
+        assert [module.training for module in model.modules()] == before
+    with pytest.raises(ValueError, match="do not fit"):
+        lm.loglikelihood([request("loglikelihood", TEXT * 50, " Yes.")], disable_tqdm=True)
+    assert [module.training for module in model.modules()] == before
+    assert tokenizer.pad_token is None
+    assert lm.tokenizer.pad_token is not None
+
+
+def test_a_path_is_a_folder(identity):
+    assert GatedLlamaLM(Path(identity), **CPU).pretrained == identity
 
 
 # Beginnings

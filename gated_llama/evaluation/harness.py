@@ -88,8 +88,8 @@ class GatedLlamaLM(HFLM):
     single task at any batch size.
 
     Args:
-        pretrained: Hub id, folder, .gguf file, or a loaded model (then with `tokenizer`). A loaded model is measured as
-            in `eval()` and left as it is, the mode of each of its modules included, and so is a loaded tokenizer.
+        pretrained: Hub id, folder, .gguf file, or a loaded model (then with `tokenizer`), which is measured as in
+            `eval()` and left as it is, the mode of each of its modules included, and so is a loaded tokenizer.
         bos: `"auto"`, what tokenizer and harness do; `"none"`, no beginning-of-sequence token anywhere (perplexity
             then starts at the second token, and per word or byte comes out lower for it); `"always"`, exactly one
             before every request; or a token of the vocabulary, which then is that one. An empty context still has
