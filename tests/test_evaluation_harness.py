@@ -391,6 +391,36 @@ def test_a_prompt_that_just_fits_is_not_refused(identity):
         GatedLlamaLM(identity, max_length=length - 2, **CPU).loglikelihood([asked], disable_tqdm=True)
 
 
+@pytest.mark.parametrize("kind", ["loglikelihood", "empty context", "generate_until"])
+def test_requests_at_the_edge_of_the_context_are_counted_as_they_are_cut(kind, identity, monkeypatch):
+    """What the model reads is the whole request where there is room for it, and shorter where there is not."""
+    asked = request("generate_until", TEXT, {"max_gen_toks": 1}) if kind == "generate_until" else REQUESTS[kind]
+    whole = GatedLlamaLM(identity, **CPU).request_ids(asked)
+    read = whole if kind == "generate_until" else whole[:-1]
+    fits = len(read) + (1 if kind == "generate_until" else 0)
+    for length, cut in ((fits, 0), (fits - 1, 1)):
+        lm = GatedLlamaLM(identity, max_length=length, on_truncation="count", **CPU)
+        seen = seen_by(lm, monkeypatch)
+        getattr(lm, asked.request_type)([asked], disable_tqdm=True)
+        assert (seen[0][0] == read) is not bool(cut)
+        assert lm.count_truncated({"task": SimpleNamespace(instances=[asked])}) == ({"task": 1} if cut else {})
+
+
+@pytest.mark.parametrize("bos", ["auto", "none", "always", "</s>"])
+@pytest.mark.parametrize("added", [[1], [1, 1], [2, 1]])
+def test_a_tokenizer_that_begins_twice_begins_once(bos, added, identity, monkeypatch):
+    lm = GatedLlamaLM(identity, bos=bos, add_bos_token=True, **CPU) if bos == "auto" else GatedLlamaLM(
+        identity, bos=bos, **CPU
+    )  # fmt: skip
+    body = lm.tokenizer.encode(TEXT, add_special_tokens=False)
+    begin = {"auto": [1], "none": [], "always": [1], "</s>": [2]}[bos]
+    if added == [2, 1] and bos != "</s>":  # </s> is no beginning there, but text
+        body = [2, 1, *body]
+        assert lm.begin(body) == begin + body
+    else:
+        assert lm.begin(added + body) == begin + body
+
+
 def test_no_room_for_a_prompt(identity):
     asked = request("generate_until", TEXT, {"max_gen_toks": 600}, task="essay")
     with pytest.raises(ValueError, match=r"essay generates up to 600 tokens.*--gen_kwargs max_gen_toks"):
