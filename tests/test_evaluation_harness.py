@@ -391,7 +391,15 @@ def test_a_prompt_that_just_fits_is_not_refused(identity):
         GatedLlamaLM(identity, max_length=length - 2, **CPU).loglikelihood([asked], disable_tqdm=True)
 
 
-@pytest.mark.parametrize("kind", ["loglikelihood", "empty context", "generate_until"])
+def test_an_answer_longer_than_the_context_is_refused_even_where_prompts_are_cut(identity):
+    whole = GatedLlamaLM(identity, **CPU).request_ids(REQUESTS["empty context"])
+    lms = [GatedLlamaLM(identity, max_length=len(whole) - n, on_truncation="count", **CPU) for n in (1, 2)]
+    lms[0].loglikelihood([REQUESTS["empty context"]], disable_tqdm=True)
+    with pytest.raises(ValueError, match=rf"An answer of task has {len(whole) - 1} tokens and the context"):
+        lms[1].loglikelihood([REQUESTS["empty context"]], disable_tqdm=True)
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "generate_until"])
 def test_requests_at_the_edge_of_the_context_are_counted_as_they_are_cut(kind, identity, monkeypatch):
     """What the model reads is the whole request where there is room for it, and shorter where there is not."""
     asked = request("generate_until", TEXT, {"max_gen_toks": 1}) if kind == "generate_until" else REQUESTS[kind]
@@ -407,18 +415,11 @@ def test_requests_at_the_edge_of_the_context_are_counted_as_they_are_cut(kind, i
 
 
 @pytest.mark.parametrize("bos", ["auto", "none", "always", "</s>"])
-@pytest.mark.parametrize("added", [[1], [1, 1], [2, 1]])
-def test_a_tokenizer_that_begins_twice_begins_once(bos, added, identity, monkeypatch):
-    lm = GatedLlamaLM(identity, bos=bos, add_bos_token=True, **CPU) if bos == "auto" else GatedLlamaLM(
-        identity, bos=bos, **CPU
-    )  # fmt: skip
+@pytest.mark.parametrize("added", [[1], [1, 1]])
+def test_a_tokenizer_that_begins_twice_begins_once(bos, added, identity):
+    lm = GatedLlamaLM(identity, bos=bos, **CPU)
     body = lm.tokenizer.encode(TEXT, add_special_tokens=False)
-    begin = {"auto": [1], "none": [], "always": [1], "</s>": [2]}[bos]
-    if added == [2, 1] and bos != "</s>":  # </s> is no beginning there, but text
-        body = [2, 1, *body]
-        assert lm.begin(body) == begin + body
-    else:
-        assert lm.begin(added + body) == begin + body
+    assert lm.begin(added + body) == {"auto": [1], "none": [], "always": [1], "</s>": [2]}[bos] + body
 
 
 def test_no_room_for_a_prompt(identity):

@@ -322,6 +322,12 @@ class GatedLlamaLM(HFLM):
         self._check_fit(
             [(len(context) + len(continuation), self.max_length + 1) for _, context, continuation in requests]
         )
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise TruncationError(
+                f"An answer of {self.task or 'these tasks'} has {longest} tokens and the context {self.max_length}: it "
+                "cannot be scored, however its prompt is cut. Extend the context (gated-llama extend-context)."
+            )
         if self.probes:
             self.probes.expect(
                 (context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in requests
