@@ -325,8 +325,8 @@ class GatedLlamaLM(HFLM):
         longest = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest > self.max_length:
             raise TruncationError(
-                f"An answer of {self.task or 'these tasks'} has {longest} tokens and the context {self.max_length}: it "
-                "cannot be scored, however its prompt is cut. Extend the context (gated-llama extend-context)."
+                f"An answer of {self.task or 'these tasks'} has {longest} tokens and the context {self.max_length}: "
+                "it cannot be scored, however its prompt is cut. Extend the context (gated-llama extend-context)."
             )
         if self.probes:
             self.probes.expect(
