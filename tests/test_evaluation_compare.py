@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from gated_llama.evaluation import build_model, compare, evaluate
 from gated_llama.evaluation.card import add_results
 from gated_llama.evaluation.command import main
 from gated_llama.evaluation.documents import openings
-from gated_llama.evaluation.pairing import ENOUGH, Row
+from gated_llama.evaluation.pairing import ENOUGH, Row, collect
 from gated_llama.evaluation.programs import passes
 from gated_llama.evaluation.report import _stems, to_markdown, write
 from gated_llama.evaluation.run import TASKS, local_data, parse
@@ -58,7 +59,10 @@ def test_identity_is_identical_to_the_last_digit(identity, tmp_path):
         assert {row.values.difference for row in comparison.rows} == {0.0}
         assert not any(row.values.changed or row.clear for row in comparison.rows)
         assert {row.name for row in comparison.rows} == set(EVERY_KIND.split(","))
-    assert {row.metric for row in found[0].rows} >= {"acc", "acc_norm", "exact_match", "token_perplexity"}
+    better = {row.metric: row.higher_is_better for row in found[0].rows}
+    assert better.items() >= dict.fromkeys(("acc", "acc_norm", "exact_match"), True).items()
+    assert not any(higher for metric, higher in better.items() if "perplexity" in metric)
+    assert "token_perplexity" in better
     token = [row.values.base for c in found for row in c.rows if row.metric == "token_perplexity"]
     assert token[0] != token[1]  # the two policies are two measurements
     text = to_markdown(found)
@@ -215,6 +219,22 @@ def test_a_difference_is_clear_beyond_its_interval_and_the_noise(difference, noi
 
     row = Row("task", "acc", "none", "", True, moved(difference), None if noise is None else moved(noise))
     assert row.clear is clear
+
+
+@pytest.mark.parametrize(
+    ("told", "better"), [({"m": True}, True), ({"m": False}, False), ({"m": None}, True), ({}, True)]
+)
+def test_higher_is_better_unless_the_task_says_otherwise(told, better):
+    def of(value):
+        sample = {"filter": "none", "doc_id": 0, "doc_hash": "0", "metrics": ["m"], "m": value}
+        return {"samples": {"task": [sample]}, "higher_is_better": {"task": told}}
+
+    task = SimpleNamespace(aggregation=dict)
+    assert collect({"task": task}, of(0.0), of(1.0)).by_task["task"]["m", "none"].higher_is_better is better
+    other = of(1.0)
+    other["samples"]["task"][0]["doc_hash"] = "1"
+    with pytest.raises(ValueError, match="results of task are of different documents"):
+        collect({"task": task}, of(0.0), other)
 
 
 # Statistics

@@ -557,7 +557,13 @@ def test_cache_names_tell_models_and_options_apart(identity, random_gates):
         GatedLlamaLM(identity, device="cpu", dtype="bfloat16"),
         GatedLlamaLM(identity, batch_size=2, **CPU),
         GatedLlamaLM(identity, max_length=100, **CPU),
+        GatedLlamaLM(identity, on_truncation="count", **CPU),
+        GatedLlamaLM(identity, attn_implementation="eager", **CPU),
+        GatedLlamaLM(identity, softmax_dtype="float64", **CPU),
+        GatedLlamaLM(identity, think_end_token="</s>", **CPU),
+        GatedLlamaLM(identity, **CPU),
     ]
+    variants[-1].model.generation_config.repetition_penalty = 2.0
     names = [cache_name("answers", lm) for lm in variants]
     assert len(set(names)) == len(names)
     assert names[0] == cache_name("answers", GatedLlamaLM(identity, **CPU))
