@@ -1,5 +1,6 @@
 """Activations, gate scores, first-token states, sparsity and interventions, against direct computation."""
 
+import contextlib
 import functools
 import json
 import math
@@ -16,6 +17,7 @@ from gated_llama.diagnostics import (
     FirstTokenStates,
     GateScores,
     OutputSparsity,
+    attention_maps,
     delimiter_token_ids,
     evicted_keys,
     gate_interventions,
@@ -418,6 +420,30 @@ def test_mean_nll_is_the_models_own_loss(tiny_model):
     for batches, message in (([], "no text"), ([ids[:, :1]], "1 tokens"), ([ids[0]], "token ids")):
         with pytest.raises(ValueError, match=message):
             mean_nll(model, batches)
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_a_model_in_training_is_measured_without_dropout_and_goes_on_training(random, tiny_model, randomize_gates):
+    model = tiny_model(attention_dropout=0.5)
+    model = randomize_gates(model) if random else model
+    ids = texts()[0]
+    measures = {
+        "nll": lambda: mean_nll(model, [ids])[0],
+        "maps": lambda: attention_maps(model, ids[0], [2])[2].tolist(),
+        "interventions": lambda: measure_interventions(model, [ids], {"same": contextlib.nullcontext}),
+    }
+    expected = {name: measure() for name, measure in measures.items()}
+    model.train().model.layers[1].eval()  # a layer that is kept from dropout stays so
+    before = modes(model)
+    assert {name: measure() for name, measure in measures.items()} == expected
+    assert modes(model) == before
+    with pytest.raises(ValueError, match="no text to measure"):
+        mean_nll(model, [])
+    assert modes(model) == before
 
 
 def test_interventions_are_measured_on_the_same_tokens(tiny_model, randomize_gates):

@@ -6,9 +6,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import typer
 from datasets import Dataset
 from evaluation_support import ROOTS, STORIES, make_job
@@ -24,10 +26,11 @@ from gated_llama.evaluation import build_model, compare, evaluate
 from gated_llama.evaluation.card import add_results
 from gated_llama.evaluation.command import main
 from gated_llama.evaluation.documents import openings
+from gated_llama.evaluation.pairing import ENOUGH, Row, collect
 from gated_llama.evaluation.programs import passes
 from gated_llama.evaluation.report import _stems, to_markdown, write
 from gated_llama.evaluation.run import TASKS, commit, local_data, parse
-from gated_llama.evaluation.statistics import SCALES, interval, mcnemar, paired
+from gated_llama.evaluation.statistics import SCALES, Paired, interval, mcnemar, paired
 from gated_llama.hub import read_card, write_card
 from gated_llama_cli import eval as eval_command
 
@@ -60,7 +63,10 @@ def test_identity_is_identical_to_the_last_digit(identity, tmp_path):
         assert {row.values.difference for row in comparison.rows} == {0.0}
         assert not any(row.values.changed or row.clear for row in comparison.rows)
         assert {row.name for row in comparison.rows} == set(EVERY_KIND.split(","))
-    assert {row.metric for row in found[0].rows} >= {"acc", "acc_norm", "exact_match", "token_perplexity"}
+    better = {row.metric: row.higher_is_better for row in found[0].rows}
+    assert better.items() >= dict.fromkeys(("acc", "acc_norm", "exact_match"), True).items()
+    assert not any(higher for metric, higher in better.items() if "perplexity" in metric)
+    assert "token_perplexity" in better
     token = [row.values.base for c in found for row in c.rows if row.metric == "token_perplexity"]
     assert token[0] != token[1]  # the two policies are two measurements
     text = to_markdown(found)
@@ -97,6 +103,27 @@ def test_random_gates_differ_and_noise_is_told_apart(random_gates, monkeypatch):
         reported = comparison.results["model"]["results"][row.name][f"{row.metric},{row.filter}"]
         assert row.values.model == pytest.approx(reported, rel=1e-12)
     assert 0 <= rows["hellaswag", "acc"].values.p_value <= 1
+
+
+@pytest.mark.parametrize("bos", ["auto", "none"])
+def test_token_perplexity_is_per_scored_token(bos, random_gates):
+    """From the model's own logits of each document, which all fit its context."""
+    job = make_job(random_gates, "perplexity_law_en", "--limit", "3")
+    job.tasks["perplexity_law_en"].config.process_docs = None
+    lm = build_model(job.config, job.config.model_args | {"bos": bos, "max_length": 4096})
+    results = evaluate(job, lm)
+    total = count = 0
+    for sample in results["samples"]["perplexity_law_en"]:
+        ((text,),) = sample["arguments"]
+        ids = torch.tensor([lm.tokenizer.encode(text, add_special_tokens=bos == "auto")])
+        with torch.no_grad():
+            logits = lm.model(ids).logits[0, :-1].log_softmax(-1)
+        score = logits.gather(1, ids[0, 1:, None]).sum().item()
+        # Logarithms are added in another order, in float32.
+        assert sample["token_perplexity"] == (pytest.approx(score, rel=1e-5), ids.shape[1] - 1)
+        total, count = total + score, count + ids.shape[1] - 1
+    found = results["results"]["perplexity_law_en"]
+    assert found["token_perplexity,none"] == pytest.approx(np.exp(-total / count), rel=1e-5)
 
 
 def test_probes_measure_both_where_they_can(random_gates):
@@ -171,6 +198,47 @@ def test_other_dtype_context_or_template_is_refused(identity, base):
     job.config.model_args.pop("dtype")
     with pytest.raises(ValueError, match=r"bfloat16.*float32.*dtype="):
         compare(job, str(base), noise_floor="off")
+
+
+@pytest.mark.parametrize(
+    ("difference", "noise", "documents", "clear"),
+    [
+        (0.10, 0.09, ENOUGH, True),
+        (0.10, -0.09, ENOUGH, True),
+        (-0.10, 0.09, ENOUGH, True),
+        (0.10, 0.10, ENOUGH, False),
+        (0.10, 0.11, ENOUGH, False),
+        (0.10, -0.11, ENOUGH, False),
+        (-0.10, 0.11, ENOUGH, False),
+        (0.10, None, ENOUGH, True),
+        (0.10, None, ENOUGH - 1, False),
+        (0.04, 0.01, ENOUGH, False),  # zero is inside
+        (0.05, 0.01, ENOUGH, False),  # and at the end
+    ],
+)
+def test_a_difference_is_clear_beyond_its_interval_and_the_noise(difference, noise, documents, clear):
+    def moved(by: float) -> Paired:
+        low, high = (round(by + side, 6) for side in (-0.05, 0.05))
+        return Paired(documents, 0.5, 0.5 + by, by, low, high, p_value=None, changed=documents)
+
+    row = Row("task", "acc", "none", "", True, moved(difference), None if noise is None else moved(noise))
+    assert row.clear is clear
+
+
+@pytest.mark.parametrize(
+    ("told", "better"), [({"m": True}, True), ({"m": False}, False), ({"m": None}, True), ({}, True)]
+)
+def test_higher_is_better_unless_the_task_says_otherwise(told, better):
+    def of(value):
+        sample = {"filter": "none", "doc_id": 0, "doc_hash": "0", "metrics": ["m"], "m": value}
+        return {"samples": {"task": [sample]}, "higher_is_better": {"task": told}}
+
+    task = SimpleNamespace(aggregation=dict)
+    assert collect({"task": task}, of(0.0), of(1.0)).by_task["task"]["m", "none"].higher_is_better is better
+    other = of(1.0)
+    other["samples"]["task"][0]["doc_hash"] = "1"
+    with pytest.raises(ValueError, match="results of task are of different documents"):
+        collect({"task": task}, of(0.0), other)
 
 
 # Statistics

@@ -193,6 +193,21 @@ def test_it_is_deterministic_and_leaves_the_source_alone(source, rows):
     assert all(torch.equal(before[name], tensor) for name, tensor in source.state_dict().items())
 
 
+def test_a_source_in_training_is_transplanted_without_its_dropout(source, rows):
+    expected, measured = transplant_rows(source, rows, FIRST)
+    for layer in source.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    source.train().model.layers[0].eval()
+    before = [module.training for module in source.modules()]
+    found, report = transplant_rows(source, rows, FIRST)
+    assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in expected.state_dict().items())
+    assert measure_sink(source, rows, FIRST, "<s>") == measure_sink(source.eval(), rows, FIRST, "<s>")
+    source.train().model.layers[0].eval()
+    assert fidelity(found, source, rows, source_first=FIRST) == fidelity(found, source, rows, source_first=FIRST)
+    assert report.sink == measured.sink
+    assert [module.training for module in source.modules()] == before
+
+
 def test_elementwise_gates_repeat_headwise_ones(source, rows):
     headwise, elementwise = (
         transplant_rows(source, rows, FIRST, granularity=g)[0] for g in ("headwise", "elementwise")

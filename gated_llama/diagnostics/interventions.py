@@ -16,7 +16,7 @@ from torch import nn
 from ..override import gate_override, neutral_scores
 from .gates import GateScoresResult, gate_modules
 from .metrics import as_inputs, token_kl, token_nll
-from .probes import decoder_layers, decoder_of, named_arguments
+from .probes import decoder_layers, decoder_of, in_eval_mode, named_arguments
 from .visibility import sequence_layout
 
 
@@ -42,6 +42,7 @@ class InterventionOutcome:
         return asdict(self)
 
 
+@in_eval_mode
 @torch.no_grad()
 def measure_interventions(
     model: nn.Module, batches: Iterable, interventions: Mapping[str, Intervention]

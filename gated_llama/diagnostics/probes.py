@@ -11,6 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from .visibility import Layout, sequence_layout
 
+
+Result = TypeVar("Result")
 
 DISPATCHER = "ALL_ATTENTION_FUNCTIONS"  # the global through which an attention's forward reaches the interface
 
@@ -46,6 +49,29 @@ def decoder_of(model: nn.Module) -> nn.Module:
     if not hasattr(model, "get_decoder"):
         raise ValueError(f"{type(model).__name__} is not a Transformers language model (it has no `get_decoder`).")
     return model.get_decoder()
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """`model.eval()` for the block; afterwards each module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def in_eval_mode(measure: Callable[..., Result]) -> Callable[..., Result]:
+    """A function of a model that measures it without dropout, whatever mode the model is in."""
+
+    @functools.wraps(measure)
+    def measure_in_eval_mode(model: nn.Module, *args, **kwargs) -> Result:
+        with eval_mode(model):
+            return measure(model, *args, **kwargs)
+
+    return measure_in_eval_mode
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:

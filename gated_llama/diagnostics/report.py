@@ -20,7 +20,7 @@ from .interventions import (
     quantisation_interventions,
     streaming_interventions,
 )
-from .probes import attention_modules
+from .probes import attention_modules, in_eval_mode
 from .states import FirstTokenStates, OutputSparsity
 
 
@@ -90,6 +90,7 @@ class DiagnosisReport:
         return {"schema_version": SCHEMA_VERSION, "gated_llama_version": __version__, **report}
 
 
+@in_eval_mode
 def diagnose(
     model: nn.Module,
     tokenizer,

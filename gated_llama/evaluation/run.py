@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import math
 import os
-import random
 import re
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 from lm_eval import evaluator, simple_evaluate
 from lm_eval._cli.harness import HarnessCLI
 from lm_eval.api.group import Group
@@ -33,6 +31,7 @@ from lm_eval.utils import simple_parse_args_string
 from ..convert.tensor_files import one_line
 from .cache import cache_name
 from .harness import GatedLlamaLM
+from .ruler_prompts import keep_prompts, seed_generators
 
 
 TASKS = Path(__file__).parent / "tasks"
@@ -120,7 +119,9 @@ def load(config: EvaluatorConfig, data_roots: Sequence[str | Path] = ()) -> Job:
         manager = config.process_tasks(metadata)
     except ValueError as error:
         raise ValueError(f"{one_line(error)}: `lm_eval ls tasks` lists the harness's, {TASKS} holds ours.") from error
-    _seed(config)  # synthetic tasks draw their documents from the global generators
+    seeds = (config.seed or [None, None])[:2]
+    keep_prompts(manager, seeds, None if config.samples else config.limit)
+    seed_generators(*seeds)  # other synthetic tasks draw their documents from the global generators
     selected = []
     with local_data(data_roots), contextlib.redirect_stdout(sys.stderr):  # generators of synthetic tasks talk
         for name in _without_tags(config.tasks, manager):
@@ -189,14 +190,6 @@ def _blame_part(name: str | dict, manager: TaskManager, data_roots: Sequence) ->
 def _absolute(value: Any) -> Any:
     """A path that tasks are given (RULER's tokenizer) still leads there when the working directory has changed."""
     return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
-
-
-def _seed(config: EvaluatorConfig) -> None:
-    random_seed, numpy_seed = (config.seed or [None, None])[:2]
-    if random_seed is not None:
-        random.seed(random_seed)
-    if numpy_seed is not None:
-        np.random.seed(numpy_seed)
 
 
 @contextlib.contextmanager
