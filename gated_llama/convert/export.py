@@ -35,7 +35,7 @@ from .parity import Parity, compare
 from .rewriting import Recipe, Rewriting, storable_eps
 from .targets import Target, features, get_targets, require_served_cell
 from .tensor_files import one_line, write_shards
-from .tokenizer import carry_files
+from .tokenizer import GENERATION_CONFIG, TOKEN_IDS, carry_files
 
 
 # Feature -> config field, and the tensors that must be zero for it to be dropped.
@@ -198,7 +198,15 @@ class Written(NamedTuple):
 def write_folder(plan: ExportPlan, folder: Path, max_shard_size: int | str, parts) -> Written:
     write_config(plan, folder)
     tokenizer_class, notes = carry_files(plan.checkpoint, folder)
+    name_special_tokens(plan.config, folder / GENERATION_CONFIG)
     return Written(len(write_shards(folder, plan.tensors, max_shard_size, parts)), tokenizer_class, notes)
+
+
+def name_special_tokens(config: GatedLlamaConfig, path: Path):
+    """Writes a generation_config.json where there is none: without it vLLM ends texts of a Step-3.5 at ids 2 and 3."""
+    if not path.exists():
+        ids = {name: getattr(config, name) for name in TOKEN_IDS}
+        path.write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
 
 
 def write_file(plan: ExportPlan, folder: Path, parts) -> Written:
@@ -332,11 +340,15 @@ def reader_notes(checkpoint: Checkpoint, config: GatedLlamaConfig, target: Targe
     """What readers of this target do not get right with this model."""
     names = features(config)
     notes = [
-        f"{service.engine} does not serve this export ({feature}): {service.lacks[feature]}."
+        f"{service.engine} does not serve this export ({feature}): {reason}."
         for service in target.services
-        for feature in names
-        if feature in service.lacks
+        for feature, reason in service.missing(names).items()
     ]
+    if "o" not in target.biases and target.has_bias(config) and any(s.engine == "Transformers" for s in target.services):
+        notes.append(
+            "Transformers builds o_proj with a bias here, reports it as MISSING and fills it with zeros. This is "
+            "expected: the model has none, and engines refuse a file that holds one."
+        )
     if target.small_gains and config.qk_norm:
         norms = [name for name in checkpoint.reader.tensors if name.endswith(("q_norm.weight", "k_norm.weight"))]
         large = [name for name in norms if checkpoint.reader.read(name).float().mean() >= 1.5]

@@ -14,7 +14,11 @@ AS_IT_IS = Target(
     "the folder itself, through an engine's Transformers backend",
     GatedLlamaConfig.to_dict,
     native=frozenset(FEATURES),
-    services=(Service("Transformers"), Service("vLLM"), Service("SGLang", read_only=True)),
+    services=(
+        Service("Transformers"),
+        Service("vLLM", reader="Transformers"),
+        Service("SGLang", read_only=True, reader="Transformers"),
+    ),
 )
 
 MODELS = {
