@@ -50,7 +50,11 @@ REFUSALS = {
         "rotary of another type",
     ),
     "exact borders and step3p5": ({"rope_parameters": {**ROTARY["yarn"], "truncate": False}}, "step3p5", "compared"),
-    "exact borders and the paper": ({"rope_parameters": {**ROTARY["yarn"], "truncate": False}}, "paper", "rounds them"),
+    "exact borders and the paper": (
+        {"rope_parameters": {**ROTARY["yarn"], "truncate": False}},
+        "paper",
+        "rounds them",
+    ),
     "another activation": ({"hidden_act": "gelu"}, "afmoe", "SiLU"),
     "partial rotary and afmoe": (
         {"rope_parameters": {**ROTARY["default"], "partial_rotary_factor": 0.5}},

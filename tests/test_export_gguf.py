@@ -379,7 +379,11 @@ REFUSALS = {
         {},
         "scaled rotary under sliding windows as step35",
     ),
-    "YaRN of another kind": ({"rope_parameters": {**ROTARY["yarn"], "truncate": False}}, {}, "YaRN with exact borders as step35"),
+    "YaRN of another kind": (
+        {"rope_parameters": {**ROTARY["yarn"], "truncate": False}},
+        {},
+        "YaRN with exact borders as step35",
+    ),
     "another activation": ({"hidden_act": "gelu"}, {}, "SiLU"),
     "float16": (ELEMENTWISE, {"dtype": "float16"}, "which float16 cannot hold"),
     "vocabulary": ({"vocab_size": 200}, {}, "embeds 200 tokens only"),

@@ -19,11 +19,13 @@ class Reader:
     A program that reads exports.
 
     Args:
-        source: the version, and the files of its repository that the table rests on.
+        version: the version that was read.
+        files: the files of its repository that the table rests on.
         lacks: feature (`targets.FEATURES`) -> what this program does instead of what Transformers does.
     """
 
-    source: str
+    version: str
+    files: str
     lacks: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -35,10 +37,11 @@ ALWAYS_ROUNDS = "it always rounds the borders of YaRN (truncate=False is not rea
 NO_AMPLITUDE = "where factor is 1 it ignores an amplitude"
 
 READERS = {
-    "Transformers": Reader("Transformers 5.24.0: src/transformers/modeling_rope_utils.py"),
+    "Transformers": Reader("Transformers 5.24.0", "src/transformers/modeling_rope_utils.py"),
     "vLLM": Reader(
-        "vLLM 0.33.0 (0.32.0 is the same): vllm/model_executor/layers/rotary_embedding/__init__.py and the classes it "
-        "names, vllm/config/model.py, vllm/model_executor/models/{llama,qwen2,afmoe,step3p5}.py",
+        "vLLM 0.33.0",  # 0.32.0 is the same; releases that know attn_factor instead of attention_factor are not
+        "vllm/model_executor/layers/rotary_embedding/__init__.py and the classes it names, vllm/config/model.py, "
+        "vllm/model_executor/models/{llama,qwen2,afmoe,step3p5}.py",
         REFUSES_ACTIVATION
         | {
             "context beyond YaRN's": "its rotary table ends at factor * original_max_position_embeddings",
@@ -50,19 +53,21 @@ READERS = {
         },
     ),
     "SGLang": Reader(
-        "SGLang 0.5.23: python/sglang/srt/layers/rotary_embedding/{factory,yarn,rope_variant}.py, "
+        "SGLang 0.5.23",
+        "python/sglang/srt/layers/rotary_embedding/{factory,yarn,rope_variant}.py, "
         "python/sglang/srt/models/{llama,qwen2,qwen2_moe,afmoe,step3p5}.py",
         REFUSES_ACTIVATION
         | {
             NOT_STRETCHED: NO_AMPLITUDE,
             "dynamic rotary": "it stretches texts within max_position_embeddings, too",
             "rotary of another type": (
-                "it derives longrope's amplitude from the context lengths alone, and knows proportional in Gemma 4 alone"
+                "it derives longrope's amplitude from context lengths alone, and knows proportional in Gemma 4 alone"
             ),
         },
     ),
     "MLX-LM": Reader(
-        "MLX-LM 0.32.2: mlx_lm/models/rope_utils.py, mlx_lm/models/{llama,qwen3,afmoe,step3p5}.py",
+        "MLX-LM 0.32.2",
+        "mlx_lm/models/rope_utils.py, mlx_lm/models/{llama,qwen3,afmoe,step3p5}.py",
         IGNORES_ACTIVATION
         | {
             NOT_STRETCHED: NO_AMPLITUDE,
@@ -71,11 +76,13 @@ READERS = {
         },
     ),
     "llama.cpp": Reader(
-        "llama.cpp b11549, for files that this package writes: src/llama-context.cpp, ggml/src/ggml-cpu/ops.cpp",
+        "llama.cpp b11549",
+        "src/llama-context.cpp, ggml/src/ggml-cpu/ops.cpp; for files that this package writes",
         IGNORES_ACTIVATION | {"YaRN with exact borders": ALWAYS_ROUNDS},
     ),
     "convert_hf_to_gguf": Reader(
-        "llama.cpp b11549, through its converter of Transformers folders: conversion/{base,llama,qwen}.py",
+        "llama.cpp b11549",
+        "conversion/{base,llama,qwen}.py, its converter of Transformers folders",
         IGNORES_ACTIVATION
         | {
             "YaRN amplitude of its own": (

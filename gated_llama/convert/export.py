@@ -35,7 +35,8 @@ from .parity import Parity, compare
 from .rewriting import Recipe, Rewriting, storable_eps
 from .targets import Target, features, get_targets, require_served_cell
 from .tensor_files import one_line, write_shards
-from .tokenizer import GENERATION_CONFIG, TOKEN_IDS, carry_files
+from .text_ends import gguf_ends, write_token_ids
+from .tokenizer import carry_files
 
 
 # Feature -> config field, and the tensors that must be zero for it to be dropped.
@@ -198,15 +199,8 @@ class Written(NamedTuple):
 def write_folder(plan: ExportPlan, folder: Path, max_shard_size: int | str, parts) -> Written:
     write_config(plan, folder)
     tokenizer_class, notes = carry_files(plan.checkpoint, folder)
-    name_special_tokens(plan.config, folder / GENERATION_CONFIG)
+    write_token_ids(plan.config, folder)
     return Written(len(write_shards(folder, plan.tensors, max_shard_size, parts)), tokenizer_class, notes)
-
-
-def name_special_tokens(config: GatedLlamaConfig, path: Path):
-    """Writes a generation_config.json where there is none: without it vLLM ends texts of a Step-3.5 at ids 2 and 3."""
-    if not path.exists():
-        ids = {name: getattr(config, name) for name in TOKEN_IDS}
-        path.write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
 
 
 def write_file(plan: ExportPlan, folder: Path, parts) -> Written:
@@ -247,12 +241,13 @@ def plan_export(checkpoint: Checkpoint, candidates: list[Target], dtype: str | t
 def with_metadata(plan: ExportPlan) -> ExportPlan:
     """The plan of a GGUF file: its names, metadata and tokenizer; ValueError where llama.cpp has no such tokenizer."""
     tokenizer, notes = tokenizer_metadata(plan.source, plan.config.vocab_size)
+    ends, end_notes = gguf_ends(plan.checkpoint.folder, plan.config, tokenizer)
     name = plan.checkpoint.hub_id or plan.checkpoint.folder.resolve().name
     return replace(
         plan,
         recipes=gguf_recipes(plan.recipes, plan.config, plan.target),
-        metadata=gguf_metadata(plan.config, plan.target, plan.dtype, name, tokenizer),
-        notes=plan.notes + notes,
+        metadata=gguf_metadata(plan.config, plan.target, plan.dtype, name, tokenizer | ends),
+        notes=plan.notes + notes + end_notes,
     )
 
 
@@ -344,7 +339,11 @@ def reader_notes(checkpoint: Checkpoint, config: GatedLlamaConfig, target: Targe
         for service in target.services
         for feature, reason in service.missing(names).items()
     ]
-    if "o" not in target.biases and target.has_bias(config) and any(s.engine == "Transformers" for s in target.services):
+    if (
+        "o" not in target.biases
+        and target.has_bias(config)
+        and any(s.engine == "Transformers" for s in target.services)
+    ):
         notes.append(
             "Transformers builds o_proj with a bias here, reports it as MISSING and fills it with zeros. This is "
             "expected: the model has none, and engines refuse a file that holds one."

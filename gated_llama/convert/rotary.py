@@ -83,8 +83,10 @@ def written_rotary(config: GatedLlamaConfig) -> dict[str, Any]:
     if is_yarn(config):
         return words | _written_yarn(config)
     names = [name for name in PARAMETERS[own["rope_type"]] if own.get(name) is not None]
-    return words | {name: float(own[name]) if name.endswith("factor") and isinstance(own[name], int) else own[name]
-                    for name in names}
+    return words | {
+        name: float(own[name]) if name.endswith("factor") and isinstance(own[name], int) else own[name]
+        for name in names
+    }
 
 
 def _written_yarn(config: GatedLlamaConfig) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def step3p5(config: GatedLlamaConfig) -> dict[str, Any]:
     return {
         **_shared(config),
         **rotary,
-        # Lists and limits as the released model has them: SGLang reads an entry for each layer, whether it acts or not.
+        # Lists and limits as the released model has them: SGLang reads an entry for each layer.
         "rope_theta": [rotary["rope_theta"]] * (layers + 1),
         "yarn_only_types": ["full_attention"],
         "swiglu_limits": [0.0] * (layers + 1),
