@@ -47,7 +47,7 @@ run, on what, is in `benchmarks/engines`. The last three rows are plain architec
 after its own conversion); they were not run. A dash: not possible.
 
 Engines read default, linear, llama3 and plain YaRN rotary embeddings as Transformers does (llama.cpp has no llama3 for
-elementwise gates), and for others some compute something else: `gated_llama/convert/engines.py` says what, and by which
+elementwise gates), and for others some compute something else: `gated_llama/convert/engines.py` says what, by which
 file of the engine. An export names the engines that remain; for headwise gates, and for zero ones:"""
 
 
