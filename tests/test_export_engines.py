@@ -123,6 +123,13 @@ def test_nothing_is_written_that_only_engines_read(case):
     assert frequencies(config)[1] == frequencies(again)[1]
 
 
+def test_a_type_that_a_newer_library_brings_is_refused(monkeypatch):
+    config = GatedLlamaConfig(**TINY, rope_parameters=dict(ROTARY["default"]))
+    monkeypatch.setitem(config.rope_parameters, "rope_type", "spiral")
+    with pytest.raises(ValueError, match="rope_type='spiral' cannot be exported; known are default, dynamic, linear"):
+        written_rotary(config)
+
+
 ALL = {"Transformers", "vLLM", "SGLang", "llama.cpp", "MLX-LM"}
 OWN = {**YARN, "attention_factor": 1.0}
 SERVED = {

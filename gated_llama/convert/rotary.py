@@ -76,12 +76,15 @@ def written_rotary(config: GatedLlamaConfig) -> dict[str, Any]:
     """
     `rope_parameters` of an export: what the library reads and nothing else, without nulls, numbers as floats.
 
-    Some engines take an integer or a null factor for something else.
+    Some engines take an integer or a null factor for something else. Raises: ValueError for a type that is not known.
     """
     own = config.rope_parameters
     words = {"rope_type": own["rope_type"], "rope_theta": float(own["rope_theta"])}
     if is_yarn(config):
         return words | _written_yarn(config)
+    if own["rope_type"] not in PARAMETERS:
+        known = ", ".join(sorted({"yarn", *PARAMETERS}))
+        raise ValueError(f"rope_type={own['rope_type']!r} cannot be exported; known are {known}.")
     names = [name for name in PARAMETERS[own["rope_type"]] if own.get(name) is not None]
     return words | {
         name: float(own[name]) if name.endswith("factor") and isinstance(own[name], int) else own[name]
