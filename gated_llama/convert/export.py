@@ -35,6 +35,7 @@ from .parity import Parity, compare
 from .rewriting import Recipe, Rewriting, storable_eps
 from .targets import Target, features, get_targets, require_served_cell
 from .tensor_files import is_finite, one_line, write_shards
+from .text_ends import gguf_ends, write_token_ids
 from .tokenizer import carry_files
 
 
@@ -198,6 +199,7 @@ class Written(NamedTuple):
 def write_folder(plan: ExportPlan, folder: Path, max_shard_size: int | str, parts) -> Written:
     write_config(plan, folder)
     tokenizer_class, notes = carry_files(plan.checkpoint, folder)
+    write_token_ids(plan.config, folder)
     return Written(len(write_shards(folder, plan.tensors, max_shard_size, parts)), tokenizer_class, notes)
 
 
@@ -239,12 +241,13 @@ def plan_export(checkpoint: Checkpoint, candidates: list[Target], dtype: str | t
 def with_metadata(plan: ExportPlan) -> ExportPlan:
     """The plan of a GGUF file: its names, metadata and tokenizer; ValueError where llama.cpp has no such tokenizer."""
     tokenizer, notes = tokenizer_metadata(plan.source, plan.config.vocab_size)
+    ends, end_notes = gguf_ends(plan.checkpoint.folder, plan.config, tokenizer)
     name = plan.checkpoint.hub_id or plan.checkpoint.folder.resolve().name
     return replace(
         plan,
         recipes=gguf_recipes(plan.recipes, plan.config, plan.target),
-        metadata=gguf_metadata(plan.config, plan.target, plan.dtype, name, tokenizer),
-        notes=plan.notes + notes,
+        metadata=gguf_metadata(plan.config, plan.target, plan.dtype, name, tokenizer | ends),
+        notes=plan.notes + notes + end_notes,
     )
 
 
@@ -332,11 +335,19 @@ def reader_notes(checkpoint: Checkpoint, config: GatedLlamaConfig, target: Targe
     """What readers of this target do not get right with this model."""
     names = features(config)
     notes = [
-        f"{service.engine} does not serve this export ({feature}): {service.lacks[feature]}."
+        f"{service.engine} does not serve this export ({feature}): {reason}."
         for service in target.services
-        for feature in names
-        if feature in service.lacks
+        for feature, reason in service.missing(names).items()
     ]
+    if (
+        "o" not in target.biases
+        and target.has_bias(config)
+        and any(s.engine == "Transformers" for s in target.services)
+    ):
+        notes.append(
+            "Transformers builds o_proj with a bias here, reports it as MISSING and fills it with zeros. This is "
+            "expected: the model has none, and engines refuse a file that holds one."
+        )
     if target.small_gains and config.qk_norm:
         norms = [name for name in checkpoint.reader.tensors if name.endswith(("q_norm.weight", "k_norm.weight"))]
         large = [name for name in norms if checkpoint.reader.read(name).float().mean() >= 1.5]

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .rotary import yarn_amplitude
+
 
 # Where a config.json keeps them: since version 5, and before.
 ROPE_TABLES = ("rope_parameters", "rope_scaling")
@@ -44,11 +46,6 @@ def with_amplitude(table: Mapping[str, Any]) -> dict[str, Any]:
             f"attention_factor={stated} another: keep the one that is right."
         )
     return result | {"attention_factor": amplitude if stated is None else stated}
-
-
-def yarn_amplitude(factor: float) -> float:
-    """What YaRN multiplies cos and sin with, unless told otherwise (arXiv 2309.00071, section 3.4)."""
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def plain_rotary(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

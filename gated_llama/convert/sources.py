@@ -150,6 +150,7 @@ COMMON_READS = frozenset(SAME_FIELDS) | {
     "dtype",
     "head_dim",
     "model_type",
+    "original_max_position_embeddings",
     "partial_rotary_factor",
     "rope_parameters",
     "rope_scaling",
