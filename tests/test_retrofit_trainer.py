@@ -27,7 +27,7 @@ from gated_llama.convert import convert_checkpoint
 from gated_llama.convert.tensor_files import read_json
 from gated_llama.diagnostics import corpus
 from gated_llama.diagnostics.corpus import read_documents
-from gated_llama.modeling_gated import AttentionGate
+from gated_llama.parts_gated import AttentionGate
 from gated_llama.retrofit import data, losses, targets
 from gated_llama.retrofit.adapters import gate_adapter_config
 from gated_llama.retrofit.callbacks import Interruption

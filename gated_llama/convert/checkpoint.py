@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from .. import __version__, configuration_gated, modeling_gated
+from .. import __version__, configuration_gated, modeling_gated, parts_gated
 from ..configuration_gated import GatedLlamaConfig
 from ..hub import model_card
 from ..modeling_gated import GatedLlamaForCausalLM
@@ -401,7 +401,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def write_files(plan: Plan, folder: Path, output: Path) -> tuple[str | None, list[str]]:
     """Configuration, code, tokenizer and model card; returns the pinned tokenizer class and notes."""
-    for module in (configuration_gated, modeling_gated):
+    for module in (configuration_gated, parts_gated, modeling_gated):
         shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
     plan.config.save_pretrained(folder)
     tokenizer_class, notes = carry_files(plan.checkpoint, folder)

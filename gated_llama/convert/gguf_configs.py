@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..configuration_gated import GatedLlamaConfig
-from ..modeling_gated import GatedLlamaRotaryEmbedding
+from ..parts_gated import GatedLlamaRotaryEmbedding
 from .target_configs import rotary_share
 
 
