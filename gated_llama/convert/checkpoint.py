@@ -31,8 +31,8 @@ from .tokenizer import carry_files
 PART_ELEMENTS = 1 << 21
 
 KEPT_DTYPE = (
-    "{kept} norm gains are stored in float32, since 1 + w needs more digits than {dtype} has: loaded in {dtype} they "
-    "are rounded, by 0.4 % at most."
+    "{kept} norm gains are stored in float32 and loaded in it (norms_in_fp32), since 1 + w needs more digits than "
+    "{dtype} has."
 )
 
 # Names in state dicts of other code (see `state_dicts`).
@@ -218,6 +218,7 @@ def make_plan(
     origins = record.origins([name for name in targets if imported or not GATE_TENSOR.search(name)], fields)
     kept = {name: targets[name].to(origin.dtype) for name, origin in origins.items() if origin.dtype}
     if kept and dtype != torch.float32:
+        config.norms_in_fp32 = True
         notes = [*notes, KEPT_DTYPE.format(kept=len(kept), dtype=str(dtype).removeprefix("torch."))]
     plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes) + added)
     check_tensors(plan, record.dropped_tensors)
