@@ -220,7 +220,7 @@ def cast_buffers(model):
     return model
 
 
-# Ways to cast or to fill a model. All of these lost the frequencies: in the library they still do.
+# Ways to cast or to fill a model. By most of them the library's own embedding loses its frequencies.
 CASTS = {
     "to": lambda model: model.to(torch.bfloat16),
     "bfloat16": lambda model: model.bfloat16(),
