@@ -273,7 +273,8 @@ class GatedLlamaModel(GatedLlamaPreTrainedModel, Qwen3Model):
     @wraps(Qwen3Model.forward)
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, *args, **kwargs):
         for_head = kwargs.pop("gate_scores", None)
-        if kwargs.get("output_gate_scores", getattr(self.config, "output_gate_scores", False)):
+        wanted = kwargs.get("output_gate_scores", getattr(self.config, "output_gate_scores", False))
+        if wanted:
             self._refuse_reentrant_checkpointing()
         cache = args[0] if args else kwargs.get("cache", kwargs.get("past_key_values"))
         caching = cache is not None or self._makes_a_cache(kwargs.get("use_cache"))
@@ -283,7 +284,12 @@ class GatedLlamaModel(GatedLlamaPreTrainedModel, Qwen3Model):
                 "documents: they attend to each other. Leave the mask out and set use_cache=False."
             )
         outputs = super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
-        if isinstance(outputs, dict) and "gate_scores" in outputs:
+        if wanted and isinstance(outputs, dict):
+            if "gate_scores" not in outputs:
+                raise ValueError(
+                    f"Transformers records nothing in a {type(self).__name__}: it knows a class by its name, which "
+                    "FSDP changes. Shard the layers and the model with its head, not the decoder between them."
+                )
             outputs = GatedBaseModelOutputWithPast(**outputs)
         if for_head is not None:
             for_head.recorded = outputs.gate_scores
