@@ -61,6 +61,7 @@ class GatedLlamaConfig(PreTrainedConfig):
     Args:
         qkv_bias, o_bias, mlp_bias (`bool`): biases of q/k/v_proj, of o_proj and of the MLP.
         qk_norm (`bool`): RMSNorm per head on queries and keys, before rotary (Qwen3).
+        norms_in_fp32 (`bool`): keep the gains of all norms in fp32: those of an import, 1 + w, need the digits.
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer; the default
             is sliding everywhere when `sliding_window` is set and full everywhere otherwise.
         gate_position (*optional*): the gated tensor: `"sdpa_output"` (G1), `"value"` (G2), `"key"` (G3), `"query"`
@@ -74,8 +75,9 @@ class GatedLlamaConfig(PreTrainedConfig):
         gate_bias (`bool`): bias of the gate projection.
         gate_layers (`list[int]`, *optional*): the gated layers; `None` for all.
         gate_init: how gate weights that are in no checkpoint start: `"normal"` (std `initializer_range`) or `"zeros"`.
-        gate_in_fp32 (`bool`): keep the gate's weights, logits and activation in fp32. The default computes them in the
-            dtype of the activations, as Qwen3-Next and vLLM do.
+        gate_in_fp32 (`bool`): build and load the gate's weights in fp32, and compute logits and activation in it,
+            also from weights that a cast of the model has rounded. The default computes them in the dtype of the
+            activations, as Qwen3-Next and vLLM do.
         sdpa_output_norm (`bool`): RMSNorm per head on the attention output (the paper's control, Table 3).
         gate_retrofit (`dict`, *optional*): what a conversion wrote and folded; written by the converter.
 
@@ -114,6 +116,7 @@ class GatedLlamaConfig(PreTrainedConfig):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norms_in_fp32: bool = False
     sliding_window: int | None = None
     layer_types: list[str] | None = None
 
@@ -203,6 +206,13 @@ class GatedLlamaConfig(PreTrainedConfig):
         if self.gate_position is None:
             return []
         return sorted(self.gate_layers) if self.gate_layers is not None else list(range(self.num_hidden_layers))
+
+    @property
+    def kept_in_fp32(self) -> set[str]:
+        """Names, or parts of names, of the modules and parameters that are fp32 in a model of half precision."""
+        gate = {"hidden_states": "g_proj", "constant": "g_param"}.get(self.gate_input)
+        kept = {gate} if gate and self.gate_in_fp32 and self.gated_layers else set()
+        return kept | {"norm"} if self.norms_in_fp32 else kept
 
     @property
     def gate_shape(self) -> tuple[int, int] | None:

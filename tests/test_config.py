@@ -45,6 +45,7 @@ FIELDS = {
     "o_bias": True,
     "mlp_bias": True,
     "qk_norm": True,
+    "norms_in_fp32": True,
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "gate_position": "value",

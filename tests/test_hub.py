@@ -161,7 +161,7 @@ NAMES = [*HEADS, *(f"AutoModelForCausalLM-{kind}" for kind in CAUSAL)]
 
 def assert_self_contained(folder):
     package = Path(gated_llama.__file__).parent
-    for name in ("configuration_gated.py", "modeling_gated.py"):
+    for name in ("configuration_gated.py", "parts_gated.py", "modeling_gated.py"):
         assert (folder / name).read_text() == (package / name).read_text(), name
     assert json.loads((folder / "config.json").read_text())["auto_map"] == AUTO_MAP
 
@@ -330,13 +330,16 @@ def test_import_after_remote_code_again_and_after_a_foreign_owner(saved):
 
 
 def test_the_pair_imports_only_what_every_reader_has():
-    """The Hub's rules: one relative import, of the other file, and no other package than these."""
-    for name, siblings in (("configuration_gated", set()), ("modeling_gated", {"configuration_gated"})):
+    """The Hub's rules: relative imports of the other files, by one dot, and no other package than these."""
+    files = ("configuration_gated", "parts_gated", "modeling_gated")
+    for index, name in enumerate(files):
+        siblings = set(files[:index])
         text = (Path(gated_llama.__file__).parent / f"{name}.py").read_text()
         imports = [line.split()[1] for line in text.splitlines() if line.split()[:1] in (["from"], ["import"])]
         assert {entry[1:] for entry in imports if entry.startswith(".")} == siblings
         outside = {entry.split(".")[0] for entry in imports if not entry.startswith(".")}
-        assert outside <= {"pathlib", "re", "typing", "torch", "transformers", "huggingface_hub"}
+        library = {"dataclasses", "functools", "pathlib", "re", "typing"}
+        assert outside <= library | {"torch", "transformers", "huggingface_hub"}
 
 
 # What others rely on by name.

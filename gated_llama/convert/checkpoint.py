@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from .. import __version__, configuration_gated, modeling_gated
+from .. import __version__, configuration_gated, modeling_gated, parts_gated
 from ..configuration_gated import GatedLlamaConfig
 from ..hub import model_card
 from ..modeling_gated import GatedLlamaForCausalLM
@@ -32,8 +32,8 @@ from .tokenizer import carry_files
 PART_ELEMENTS = 1 << 21
 
 KEPT_DTYPE = (
-    "{kept} norm gains are stored in float32, since 1 + w needs more digits than {dtype} has: loaded in {dtype} they "
-    "are rounded, by 0.4 % at most."
+    "{kept} norm gains are stored in float32 and loaded in it (norms_in_fp32), since 1 + w needs more digits than "
+    "{dtype} has."
 )
 
 # Names in state dicts of other code (see `state_dicts`).
@@ -221,6 +221,7 @@ def make_plan(
     origins = record.origins([name for name in targets if imported or not GATE_TENSOR.search(name)], fields)
     kept = {name: targets[name].to(origin.dtype) for name, origin in origins.items() if origin.dtype}
     if kept and dtype != torch.float32:
+        config.norms_in_fp32 = True
         notes = [*notes, KEPT_DTYPE.format(kept=len(kept), dtype=str(dtype).removeprefix("torch."))]
     plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes) + added + rotary_notes)
     check_tensors(plan, record.dropped_tensors)
@@ -399,7 +400,7 @@ def convert_part(name: str, part: torch.Tensor, dtype: torch.dtype, factor: floa
 
 def write_files(plan: Plan, folder: Path, output: Path) -> tuple[str | None, list[str]]:
     """Configuration, code, tokenizer and model card; returns the pinned tokenizer class and notes."""
-    for module in (configuration_gated, modeling_gated):
+    for module in (configuration_gated, parts_gated, modeling_gated):
         shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
     plan.config.save_pretrained(folder)
     tokenizer_class, notes = carry_files(plan.checkpoint, folder)
