@@ -336,7 +336,7 @@ def test_the_pair_imports_only_what_every_reader_has():
         imports = [line.split()[1] for line in text.splitlines() if line.split()[:1] in (["from"], ["import"])]
         assert {entry[1:] for entry in imports if entry.startswith(".")} == siblings
         outside = {entry.split(".")[0] for entry in imports if not entry.startswith(".")}
-        assert outside <= {"pathlib", "re", "typing", "torch", "transformers", "huggingface_hub"}
+        assert outside <= {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub"}
 
 
 # What others rely on by name.
