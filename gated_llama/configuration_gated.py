@@ -41,7 +41,7 @@ GATE_SITES = {
     "dense_output": (None, "hidden_size"),
 }
 
-# Both files travel with every checkpoint, and every Auto class finds its own in config.json, whichever head was saved.
+# Every Auto class finds its own in config.json, whichever head was saved; these files travel with every checkpoint.
 AUTO_MAP = {
     "AutoConfig": "configuration_gated.GatedLlamaConfig",
     "AutoModel": "modeling_gated.GatedLlamaModel",
@@ -50,7 +50,7 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_gated.GatedLlamaForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_gated.GatedLlamaForQuestionAnswering",
 }
-OWN_FILES = ("configuration_gated", "modeling_gated")
+OWN_FILES = ("configuration_gated", "checkpoint_gated", "modeling_gated")
 
 # Names by which other architectures describe what this decoder lacks or calls otherwise: ignoring one would build
 # another model than was meant. With each, what to say instead, and which values say what the decoder does anyway.
@@ -195,7 +195,7 @@ class GatedLlamaConfig(PreTrainedConfig):
         if self.layer_types is None:
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [kind] * self.num_hidden_layers
-        # Classes derived from these keep their entries; ours name the files beside config.json, in no other repository.
+        # Derived classes keep their entries; ours name the files beside config.json, not in another repository.
         given = kwargs.pop("auto_map", None) or {}
         derived = {name: each for name, each in given.items() if file_of(str(each)) not in OWN_FILES}
         # An attribute, and before the parent's turn: the library and its quantisers add rules of their own.
@@ -221,8 +221,8 @@ class GatedLlamaConfig(PreTrainedConfig):
         writer = (config_dict.get("auto_map") or {}).get("AutoConfig") or AUTO_MAP["AutoConfig"]
         if cls.__module__ == __name__ and file_of(writer) not in OWN_FILES:
             raise ValueError(
-                f"This configuration was written by {writer!r}, a class derived from {cls.__name__}: load it with that "
-                "class. If Auto classes shall find it, give it a model_type of its own and register it."
+                f"This configuration was written by {writer!r}, a class derived from {cls.__name__}: load it with "
+                "that class. If Auto classes shall find it, give it a model_type of its own and register it."
             )
         return super().from_dict(config_dict, **kwargs)
 
@@ -231,13 +231,15 @@ class GatedLlamaConfig(PreTrainedConfig):
         """The library's check of the rotary keys of one type, where a key that is not read is an error, no warning."""
         allowed = required_keys | (optional_keys or set()) | (ignore_keys or set()) | {"rope_type", "type"}
         allowed |= {"partial_rotary_factor"}
-        missing, unread = sorted(required_keys - received_keys), sorted(received_keys - allowed)
-        if missing or unread:
-            raise ValueError(
-                f"rope_parameters of type {rope_type!r} "
-                + " and ".join([f"lack {missing}"] * bool(missing) + [f"have {unread}, which is not read"] * bool(unread))
-                + f": the keys of this type are {sorted(allowed - {'type'})}."
-            )
+        for fault, keys in (
+            ("lack", required_keys - received_keys),
+            ("have keys that are not read,", received_keys - allowed),
+        ):
+            if keys:
+                raise ValueError(
+                    f"rope_parameters of type {rope_type!r} {fault} {sorted(keys)}: the keys of this type are "
+                    f"{sorted(allowed - {'type'})}."
+                )
 
     def _parallel_plan(self) -> dict[str, str]:
         plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")}
@@ -334,9 +336,9 @@ class GatedLlamaConfig(PreTrainedConfig):
             others.get("use_sliding_window", True) is False or others.get("max_window_layers")
         ):
             raise ValueError(
-                f"sliding_window={self.sliding_window} beside use_sliding_window={others.get('use_sliding_window')} and "
-                f"max_window_layers={others.get('max_window_layers')}, which would be ignored: name the sliding layers "
-                "in layer_types, or set sliding_window=None."
+                f"sliding_window={self.sliding_window} beside use_sliding_window={others.get('use_sliding_window')} "
+                f"and max_window_layers={others.get('max_window_layers')}, which would be ignored: name the sliding "
+                "layers in layer_types, or set sliding_window=None."
             )
 
     def validate_gate(self):

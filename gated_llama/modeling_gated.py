@@ -17,10 +17,6 @@ Everything but the attention, the partial rotary and the classes that assemble t
 Qwen3 or Llama part, so each library version brings its own cache, mask and checkpointing conventions.
 """
 
-import shutil
-import sys
-from pathlib import Path
-
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -44,23 +40,14 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import OutputRecorder
 from transformers.utils.versions import require_version
 
-from .configuration_gated import AUTO_MAP, OWN_FILES, GatedLlamaConfig, file_of
+from .checkpoint_gated import StrictCheckpoints
+from .configuration_gated import GatedLlamaConfig
 
 
 logger = logging.get_logger(__name__)
 
 # The pins of a package do not reach those who load this file from the Hub.
 require_version("transformers>=5.17.0", "gated_llama models need it: pip install -U 'transformers>=5.17.0'")
-
-
-PAIR = tuple(f"{name}.py" for name in OWN_FILES)
-
-# Parts of a parameter's name that come from a wrapped module, and how to unwrap it.
-WRAPPED_NAMES = {
-    "_orig_mod": "compile modules in place (`module.compile()`) or pass the state_dict of the uncompiled model",
-    "parametrizations": "remove parametrisations (torch.nn.utils.parametrize.remove_parametrizations)",
-    "base_layer": "merge the adapter (`merge_and_unload()` of PEFT)",
-}
 
 
 def ns_sigmoid(logits: torch.Tensor) -> torch.Tensor:
@@ -270,13 +257,8 @@ class GatedLlamaDecoderLayer(Qwen3DecoderLayer):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
-def _in_source(cls: type) -> bool:
-    """Whether a class stands in the source of its module, and was not made at run time by a wrapper."""
-    return "<locals>" in cls.__qualname__ or hasattr(sys.modules.get(cls.__module__), cls.__name__)
-
-
-class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
-    """Loading, saving and initialisation: gate weights are never invented for a checkpoint that lacks them."""
+class GatedLlamaPreTrainedModel(StrictCheckpoints, Qwen3PreTrainedModel):
+    """Initialisation, loading and saving: no weight is invented for a checkpoint that lacks it."""
 
     config: GatedLlamaConfig
     _no_split_modules = ["GatedLlamaDecoderLayer"]
@@ -298,102 +280,6 @@ class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
                 init.zeros_(parameter)
         else:
             super()._init_weights(module)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """
-        As in the parent, but no tensor is invented or dropped, except those of another head.
-
-        Raises:
-            ValueError: the tensors in the file are not those of the config, or the folder was written by a derived
-                class and would be loaded as its parent.
-        """
-        for name in PAIR:
-            code, own = Path(pretrained_model_name_or_path or "", name), Path(__file__).with_name(name)
-            if code.is_file() and own.is_file() and code.read_bytes() != own.read_bytes():
-                logger.warning(f"{code.parent} carries a {name} that differs from {own}, which loads it.")
-        wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        model._refuse_derived(pretrained_model_name_or_path)
-        for fault, keys in model._loading_faults(info).items():
-            if keys:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} {fault}: {len(keys)} tensors, the first {min(keys)!r}. Loading "
-                    "does not invent or drop weights: convert a checkpoint of another architecture with "
-                    "`gated-llama convert SOURCE OUT` (pip install gated-llama)."
-                )
-        return (model, info) if wants_info else model
-
-    def _refuse_derived(self, source):
-        """Raises ValueError where a class of this file would stand in for the one that was derived from it."""
-        if type(self).__module__ != __name__:
-            return
-        reference = (getattr(self.config, "auto_map", None) or {}).get(self._auto_class)
-        names = [reference] if reference and file_of(reference) not in OWN_FILES else self.config.architectures or []
-        if others := [name for name in names if name not in __all__]:
-            raise ValueError(
-                f"{source} was saved by {others[0]!r}, a class derived from those of gated-llama: load it with that "
-                f"class. As {type(self).__name__} it would lose what was added."
-            )
-
-    def _loading_faults(self, info) -> dict[str, list[str]]:
-        """Names of tensors that are missing, of another shape or left over, by what is wrong with them."""
-        decoder = {self.base_model_prefix, *(name for name, _ in self.base_model.named_children())}
-        other_head = type(self).__name__ not in (self.config.architectures or [])
-        modules = dict(self.named_modules()) if getattr(self, "hf_quantizer", None) else {}
-
-        def matters(key: str) -> bool:
-            return key.split(".")[0] in decoder or not other_head
-
-        def unquantised(key: str) -> bool:
-            # Scales and the like lie beside the weight of their module.
-            module, _, kind = key.rpartition(".")
-            return module not in modules or kind in ("weight", "bias", "g_param")
-
-        head = {"lm_head.weight"} if isinstance(self, GatedLlamaForCausalLM) else set()
-        missing, unexpected = info["missing_keys"], info["unexpected_keys"]
-        return {
-            "has no weights for a part of the model": [key for key in missing if matters(key) or key in head],
-            "has other shapes": [key for key, *_ in info["mismatched_keys"] if key.split(".")[0] in decoder],
-            "has weights that its config does not declare": [k for k in unexpected if matters(k) and unquantised(k)],
-        }
-
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
-        """
-        As in the parent; the folder names and carries the code of the class that was written down.
-
-        FSDP2 and parametrisations give the module a class of their own, made at run time, which no folder can carry.
-        """
-        made = type(self)
-        own = next(cls for cls in made.__mro__ if issubclass(cls, GatedLlamaPreTrainedModel) and _in_source(cls))
-        files = {cls.__module__.rsplit(".", 1)[-1] for cls in (own, type(self.config))}
-        given = getattr(self.config, "auto_map", None) or {}
-        self.config.auto_map = given | {
-            name: reference for name, reference in AUTO_MAP.items() if file_of(str(given.get(name))) not in files
-        }
-        if is_main_process and own.__module__ != __name__:
-            # The parent copies the file of `own` and what that imports relatively.
-            Path(save_directory).mkdir(parents=True, exist_ok=True)
-            for file in (__file__, sys.modules[GatedLlamaConfig.__module__].__file__):
-                shutil.copyfile(file, Path(save_directory, Path(file).name))
-        self._warn_of_names(state_dict)
-        self.__class__ = own
-        try:
-            return super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
-        finally:
-            self.__class__ = made
-
-    def _warn_of_names(self, state_dict):
-        """Warns where wrapped modules give tensors names under which nothing loads them."""
-        if getattr(self, "hf_quantizer", None) or getattr(self, "_hf_peft_config_loaded", False):
-            return
-        names = state_dict if state_dict is not None else [name for name, _ in self.named_parameters()]
-        for part, cure in WRAPPED_NAMES.items():
-            if renamed := sorted(name for name in names if part in name.split(".")):
-                logger.warning(
-                    f"{len(renamed)} tensors are saved under names that from_pretrained does not read, the first "
-                    f"{renamed[0]!r}: {cure}, then save."
-                )
 
 
 class GatedLlamaModel(GatedLlamaPreTrainedModel, Qwen3Model):

@@ -15,8 +15,8 @@ from gated_llama import (
     GatedLlamaConfig,
     GatedLlamaForCausalLM,
     GatedLlamaForSequenceClassification,
-    GatedLlamaPreTrainedModel,
 )
+from gated_llama.checkpoint_gated import StrictCheckpoints
 
 
 IDS = torch.tensor([[5, 17, 33, 2, 60, 41]])
@@ -218,7 +218,7 @@ def test_present_tensors_are_never_altered(missing, gate_init, tiny_model, tmp_p
     constant_model(tiny_model, gate_init=gate_init).save_pretrained(tmp_path)
     edited(tmp_path, without(missing))
     # The refusal comes after loading; what was loaded is looked at here without it.
-    plain_loading = super(GatedLlamaPreTrainedModel, GatedLlamaForCausalLM).from_pretrained
+    plain_loading = super(StrictCheckpoints, GatedLlamaForCausalLM).from_pretrained
     altered = {n for n, p in plain_loading(tmp_path).named_parameters() if not (p == 0.125).all()}
     assert altered == {f"model.layers.{missing}"}
 

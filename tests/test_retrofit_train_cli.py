@@ -372,7 +372,8 @@ def test_a_run_from_the_command_line(workshop, capsys, run_fresh):
     assert config["gate_retrofit"]["training"]["tokens"] == 192
     assert config["auto_map"]
     names = {p.name for p in result.iterdir()}
-    assert {"modeling_gated.py", "configuration_gated.py", "tokenizer.json", "README.md"} <= names
+    assert {"modeling_gated.py", "checkpoint_gated.py", "configuration_gated.py"} <= names
+    assert {"tokenizer.json", "README.md"} <= names
     assert "training_args.bin" not in names
     assert (result / "tokenizer.json").read_bytes() == (folder / "gated" / "tokenizer.json").read_bytes()
     assert "6 steps, 192 tokens" in (result / "README.md").read_text()
