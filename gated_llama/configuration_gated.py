@@ -230,7 +230,7 @@ class GatedLlamaConfig(PreTrainedConfig):
     def _check_received_keys(rope_type, received_keys, required_keys, optional_keys=None, ignore_keys=None):
         """The library's check of the rotary keys of one type, where a key that is not read is an error, no warning."""
         allowed = required_keys | (optional_keys or set()) | (ignore_keys or set()) | {"rope_type", "type"}
-        allowed |= {"partial_rotary_factor"}
+        allowed |= {"partial_rotary_factor", "finetuned"}  # the second is a remark that no code reads
         for fault, keys in (
             ("lack", required_keys - received_keys),
             ("have keys that are not read,", received_keys - allowed),
@@ -238,7 +238,7 @@ class GatedLlamaConfig(PreTrainedConfig):
             if keys:
                 raise ValueError(
                     f"rope_parameters of type {rope_type!r} {fault} {sorted(keys)}: the keys of this type are "
-                    f"{sorted(allowed - {'type'})}."
+                    f"{sorted(allowed - {'type', 'finetuned'})}."
                 )
 
     def _parallel_plan(self) -> dict[str, str]:
