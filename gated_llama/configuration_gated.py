@@ -229,16 +229,17 @@ class GatedLlamaConfig(PreTrainedConfig):
     @staticmethod
     def _check_received_keys(rope_type, received_keys, required_keys, optional_keys=None, ignore_keys=None):
         """The library's check of the rotary keys of one type, where a key that is not read is an error, no warning."""
-        allowed = required_keys | (optional_keys or set()) | (ignore_keys or set()) | {"rope_type", "type"}
-        allowed |= {"partial_rotary_factor", "finetuned"}  # the second is a remark that no code reads
+        allowed = required_keys | (optional_keys or set()) | (ignore_keys or set())
+        allowed |= {"rope_type", "partial_rotary_factor", "original_max_position_embeddings"}
+        remarks = {"type", "finetuned"}  # older names that no code reads
         for fault, keys in (
             ("lack", required_keys - received_keys),
-            ("have keys that are not read,", received_keys - allowed),
+            ("have keys that are not read,", received_keys - allowed - remarks),
         ):
             if keys:
                 raise ValueError(
                     f"rope_parameters of type {rope_type!r} {fault} {sorted(keys)}: the keys of this type are "
-                    f"{sorted(allowed - {'type', 'finetuned'})}."
+                    f"{sorted(allowed)}."
                 )
 
     def _parallel_plan(self) -> dict[str, str]:

@@ -77,7 +77,7 @@ def run(site: Path, expression: str | None) -> list[ElementTree.Element]:
     paths = os.pathsep.join(map(str, (here.parent, here, site)))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, f"--junitxml={report}", "-q"]
+        options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, f"--junitxml={report}", "-v"]
         selection = ["-k", expression] if expression else []
         command = [sys.executable, "-m", "pytest", *options, *selection, str(here / "common_model_cases.py")]
         environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
