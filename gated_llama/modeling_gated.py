@@ -17,9 +17,7 @@ Everything but the attention, the partial rotary and the classes that assemble t
 Qwen3 or Llama part, so each library version brings its own cache, mask and checkpointing conventions.
 """
 
-import re
 from functools import wraps
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -43,6 +41,7 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import OutputRecorder
 from transformers.utils.versions import require_version
 
+from .checkpoint_gated import StrictCheckpoints
 from .configuration_gated import GatedLlamaConfig
 from .parts_gated import (
     AttentionGate,
@@ -199,8 +198,8 @@ class GatedLlamaDecoderLayer(Qwen3DecoderLayer):
         self.post_attention_layernorm = rms_norm(config, config.hidden_size)
 
 
-class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
-    """Loading, saving and initialisation: gate weights are never invented for a checkpoint that lacks them."""
+class GatedLlamaPreTrainedModel(StrictCheckpoints, Qwen3PreTrainedModel):
+    """Initialisation, loading and saving: no weight is invented for a checkpoint that lacks it."""
 
     config: GatedLlamaConfig
     _no_split_modules = ["GatedLlamaDecoderLayer"]
@@ -222,29 +221,6 @@ class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
                 init.zeros_(parameter)
         else:
             super()._init_weights(module)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in the parent; raises ValueError when the attention weights in the file are not those of the config."""
-        for name in ("modeling_gated.py", "parts_gated.py", "configuration_gated.py"):
-            code, own = Path(pretrained_model_name_or_path or "", name), Path(__file__).with_name(name)
-            if code.is_file() and own.is_file() and code.read_bytes() != own.read_bytes():
-                logger.warning(f"{code.parent} carries a {name} that differs from {own}, which loads it.")
-        wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        gate = re.compile(r"\.self_attn\.(g_proj\.(weight|bias)|g_param)$")
-        for fault, keys in (
-            ("has no weights for a part of its attention", [k for k in info["missing_keys"] if ".self_attn." in k]),
-            ("has other shapes", [key for key, *_ in info["mismatched_keys"] if ".self_attn." in key]),
-            ("has gates that its config does not declare", list(filter(gate.search, info["unexpected_keys"]))),
-        ):
-            if keys:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} {fault}: {len(keys)} tensors, the first {min(keys)!r}. Loading "
-                    "does not invent or drop gates: convert a checkpoint that has none with "
-                    "`gated-llama convert SOURCE OUT` (pip install gated-llama)."
-                )
-        return (model, info) if wants_info else model
 
 
 class GatedLlamaModel(GatedLlamaPreTrainedModel, Qwen3Model):

@@ -15,6 +15,7 @@ import yaml
 from retrofit_runs import STORIES, prepare, write
 from safetensors.torch import load_file, save_file
 
+from gated_llama.configuration_gated import OWN_FILES
 from gated_llama.convert.extend_context import extend_context
 from gated_llama.retrofit.settings import PARTS, read_settings
 from gated_llama_cli import main
@@ -374,7 +375,8 @@ def test_a_run_from_the_command_line(workshop, capsys, run_fresh):
     assert config["gate_retrofit"]["training"]["tokens"] == 192
     assert config["auto_map"]
     names = {p.name for p in result.iterdir()}
-    assert {"modeling_gated.py", "parts_gated.py", "configuration_gated.py", "tokenizer.json", "README.md"} <= names
+    assert {f"{name}.py" for name in OWN_FILES} <= names
+    assert {"tokenizer.json", "README.md"} <= names
     assert "training_args.bin" not in names
     assert (result / "tokenizer.json").read_bytes() == (folder / "gated" / "tokenizer.json").read_bytes()
     card = (result / "README.md").read_bytes()

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from .. import __version__, configuration_gated, modeling_gated, parts_gated
+from .. import __version__
+from ..checkpoint_gated import copy_code
 from ..configuration_gated import GatedLlamaConfig
 from ..hub import model_card
 from ..modeling_gated import GatedLlamaForCausalLM
@@ -400,8 +400,7 @@ def convert_part(name: str, part: torch.Tensor, dtype: torch.dtype, factor: floa
 
 def write_files(plan: Plan, folder: Path, output: Path) -> tuple[str | None, list[str]]:
     """Configuration, code, tokenizer and model card; returns the pinned tokenizer class and notes."""
-    for module in (configuration_gated, parts_gated, modeling_gated):
-        shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
+    copy_code(folder)
     plan.config.save_pretrained(folder)
     tokenizer_class, notes = carry_files(plan.checkpoint, folder)
     card = model_card(
