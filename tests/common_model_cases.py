@@ -7,14 +7,17 @@ Not collected with the other tests: `transformers_tests` is the fetched package.
 import unittest
 from unittest import mock
 
+import tokenizers
 import torch
 from transformers import (
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForQuestionAnswering,
     Qwen3ForSequenceClassification,
     Qwen3ForTokenClassification,
     Qwen3Model,
+    pipeline,
 )
 from transformers.models.auto import modeling_auto
 from transformers_tests import test_fsdp_mixin, test_tensor_parallel_mixin
@@ -48,7 +51,8 @@ SETTINGS = {
     "SharedBias": SDPA | {"gate_head_shared": True, "gate_bias": True, "gate_layers": [1]},
     "ValueConstant": {"gate_position": "value", "gate_input": "constant"},
     "KeyAdd": {"gate_position": "key", "gate_operation": "add", "gate_activation": "silu"},
-    "QueryNormsBiases": {"gate_position": "query"} | dict.fromkeys(["qk_norm", "qkv_bias", "o_bias", "mlp_bias"], True),
+    "QueryNormsBiases": {"gate_position": "query"}
+    | dict.fromkeys(["qk_norm", "qkv_bias", "o_bias", "mlp_bias"], True),
     "DenseStates": {"gate_position": "dense_output", "gate_input": "states", "sdpa_output_norm": True},
 }
 # Tests set a window on every config that has the field, and ours asks for layers that slide.
@@ -120,9 +124,7 @@ class Tester:
         return self.get_config(), {"input_ids": ids, "attention_mask": mask}
 
 
-class Cases(
-    ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin, FSDPTesterMixin
-):
+class Cases(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, TensorParallelTesterMixin, FSDPTesterMixin):
     """All mixins; subclasses say `config_class`, `fields` and `heads`."""
 
     model_tester = None
@@ -131,6 +133,20 @@ class Cases(
     def setUp(self):
         super().setUp()
         self.model_tester = Tester(self.config_class, self.fields, self.all_model_classes)
+
+    def test_pipelines(self):
+        """In place of PipelineTesterMixin, which needs files that the distribution leaves out and models of the Hub."""
+        words = {word: i for i, word in enumerate(["[PAD]", "[EOS]", *map(str, range(SIZES["vocab_size"] - 2))])}
+        model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[EOS]"))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", eos_token="[EOS]")
+        tasks = ["feature-extraction", "text-generation", "text-classification", "token-classification"]
+        for task, head in zip(tasks, self.all_model_classes, strict=False):
+            run = pipeline(task, model=head(self.model_tester.get_config()).eval(), tokenizer=tokenizer, device="cpu")
+            alone, padded = run("1 2 3"), run(["1 2 3", "4 5 6 7 8"], batch_size=2)
+            self.assertEqual(
+                (len(padded), type(padded[0])), (2, type(alone) if task != "text-classification" else dict)
+            )
 
     def test_config(self):
         fields = {"hidden_size": 37, "num_hidden_layers": 2} | self.fields

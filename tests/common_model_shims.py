@@ -60,7 +60,9 @@ def run_distributed(world_size):
         @functools.wraps(function)
         def call(*args):
             with tempfile.TemporaryDirectory() as folder:
-                _start_rank_processes(_in_group, (world_size, os.path.join(folder, "store"), function, args), world_size)
+                _start_rank_processes(
+                    _in_group, (world_size, os.path.join(folder, "store"), function, args), world_size
+                )
 
         return call
 
