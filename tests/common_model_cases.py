@@ -7,14 +7,17 @@ Not collected with the other tests: `transformers_tests` is the fetched package.
 import unittest
 from unittest import mock
 
+import tokenizers
 import torch
 from transformers import (
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForQuestionAnswering,
     Qwen3ForSequenceClassification,
     Qwen3ForTokenClassification,
     Qwen3Model,
+    pipeline,
 )
 from transformers.models.auto import modeling_auto
 from transformers_tests import test_fsdp_mixin, test_tensor_parallel_mixin
@@ -131,13 +134,26 @@ class Cases(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, Tensor
         super().setUp()
         self.model_tester = Tester(self.config_class, self.fields, self.all_model_classes)
 
+    def test_pipelines(self):
+        """In place of PipelineTesterMixin, which needs files that are not distributed, and models of the Hub."""
+        words = {word: i for i, word in enumerate(["[PAD]", "[EOS]", *map(str, range(SIZES["vocab_size"] - 2))])}
+        model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[EOS]"))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", eos_token="[EOS]")
+        tasks = ["feature-extraction", "text-generation", "text-classification", "token-classification"]
+        for task, head in zip(tasks, self.all_model_classes, strict=False):
+            run = pipeline(task, model=head(self.model_tester.get_config()).eval(), tokenizer=tokenizer, device="cpu")
+            alone, padded = run("1 2 3"), run(["1 2 3", "4 5 6 7 8"], batch_size=2)
+            assert len(padded) == 2
+            assert type(padded[0]) is (dict if task == "text-classification" else type(alone))
+
     def test_config(self):
         fields = {"hidden_size": 37, "num_hidden_layers": 2} | self.fields
         ConfigTester(self, config_class=self.config_class, **fields).run_common_tests()
 
 
 class GatedCases(Cases):
-    """Tests that load incomplete files read the library's report of what is missing; our refusal is set aside there."""
+    """Tests of incomplete files read the library's report of what is missing; our refusal is set aside there."""
 
     def reported(self, test):
         with mock.patch.object(StrictCheckpoints, "_loading_faults", return_value={}):

@@ -236,12 +236,12 @@ def test_a_derived_config(own, tmp_path):
             loader.from_pretrained(tmp_path)
 
 
-def test_maps_do_not_name_what_was_not_saved(own, tmp_path):
+def test_maps_do_not_name_what_was_not_saved(tmp_path):
     """A plain model with a map of others, or of a Hub repository, is saved under the names of the package."""
-    others = {"AutoModel": "x/y--modeling_gated.GatedLlamaModel", "AutoModelForCausalLM": "scaled_heads.ScaledHead"}
+    derived = {"AutoModelForTokenClassification": "scaled_heads.ScaledTags"}
+    others = derived | {"AutoModel": "x/y--modeling_gated.GatedLlamaModel"}
     model = tiny()
-    config = GatedLlamaConfig(**{**model.config.to_dict(), "auto_map": others})
-    assert config.auto_map == AUTO_MAP | {"AutoModelForCausalLM": "scaled_heads.ScaledHead"}
-    model.config.auto_map = config.auto_map
+    model.config.auto_map = GatedLlamaConfig(auto_map=others).auto_map
+    assert model.config.auto_map == AUTO_MAP | derived
     model.save_pretrained(tmp_path)
     assert_loads_as(tmp_path, model)
