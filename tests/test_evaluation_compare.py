@@ -182,6 +182,24 @@ def test_other_token_ids_are_refused(sample, runs, message, identity, base, monk
     assert len(calls) == runs
 
 
+def test_requests_that_become_others_in_the_model_s_run_are_refused(identity, monkeypatch):
+    """They are built anew there, from what is the model's own."""
+    module, runs = sys.modules["gated_llama.evaluation.compare"], []
+
+    def changing(job, lm):
+        results = evaluate(job, lm)
+        runs.append(lm)
+        if len(runs) == 2:
+            request = job.tasks["hellaswag"].instances[-1]
+            request.arguments = (request.arguments[0], f"{request.arguments[1]} And more.")
+        return results
+
+    monkeypatch.setattr(module, "evaluate", changing)
+    with pytest.raises(ValueError, match=r"reads other token ids than .* in hellaswag"):
+        compare(make_job(identity, "hellaswag", "--limit", "1"), str(STORIES), noise_floor="off")
+    assert len(runs) == 2
+
+
 def test_other_dtype_context_or_template_is_refused(identity, base):
     job = make_job(identity, "hellaswag", "--limit", "1")
     (base / "chat_template.jinja").write_text("{{ messages }}")
@@ -352,6 +370,8 @@ def test_programs_are_run_against_their_tests(monkeypatch):
         tests = f"{doc['test']}\ncheck({doc['entry_point']})"
         assert passes(doc["prompt"] + doc["canonical_solution"], tests)
         assert not passes(doc["prompt"] + "    return None\n", tests)
+    for code in (1, 2, 3, 255):
+        assert not passes(f"raise SystemExit({code})", "")
     monkeypatch.setattr("gated_llama.evaluation.programs.TIMEOUT", 0.5)
     assert not passes("while True: pass", "")
     monkeypatch.setenv("SECRET", "x")
@@ -394,7 +414,8 @@ def test_card_keeps_tasks_apart_that_share_a_data_set(identity, tmp_path):
     assert card.data.model_name == "model"
     found = {(result.dataset_name, result.metric_type): result.metric_value for result in card.data.eval_results}
     assert found["hellaswag", "acc"] == found["hellaswag_twin", "acc"] == results["results"]["hellaswag"]["acc,none"]
-    assert ("perplexity_law_en (first 4,000 bytes)", "token_perplexity") in found
+    perplexity = found["perplexity_law_en (first 4,000 bytes)", "token_perplexity"]
+    assert perplexity == pytest.approx(results["results"]["perplexity_law_en"]["token_perplexity,none"], abs=1e-6)
     assert ("perplexity_law_en", "token_perplexity") not in found
 
 

@@ -22,6 +22,7 @@ from gated_llama.diagnostics import FirstTokenAttention, GateScores
 from gated_llama.evaluation import GatedLlamaLM, build_model, evaluate
 from gated_llama.evaluation.cache import cache_name
 from gated_llama.evaluation.harness import BESIDE_A_MODEL
+from gated_llama.evaluation.probes import TIMED_BATCHES
 
 
 # The harness and `datasets` are not ours to keep free of deprecations.
@@ -139,6 +140,10 @@ def test_auto_batch_size_is_detected_once_for_shorter_tasks(random_gates, monkey
     short = request("loglikelihood", TEXT, " Yes.", task="short")
     lm.loglikelihood([long, short], disable_tqdm=True)
     assert len(calls) == 1
+    calls.clear()
+    lm = GatedLlamaLM(random_gates, batch_size="auto", max_batch_size=4, **CPU)
+    lm.loglikelihood([short, long], disable_tqdm=True)  # what holds for a shorter one may not for a longer one
+    assert len(calls) == 2
 
 
 def test_adapters_are_applied(random_gates, tmp_path):
@@ -494,6 +499,14 @@ def test_probes_measure_exactly_the_scored_tokens(random_gates):
         # Sums over the same float32 scores in another order.
         assert report["first_token_attention"]["mean"] == pytest.approx(attention.result().mean, rel=1e-5)
         assert report["gate_scores"]["mean"] == pytest.approx(gates.result().mean, rel=1e-5)
+
+
+def test_only_the_first_batches_are_run_twice(random_gates, monkeypatch):
+    lm = GatedLlamaLM(random_gates, batch_size=1, probes="sink", **CPU)
+    seen = seen_by(lm, monkeypatch)
+    asked = [request("loglikelihood", TEXT[: 5 * n], " Yes.", index=n) for n in range(1, 6)]
+    lm.loglikelihood(asked, disable_tqdm=True)
+    assert len(seen) == len(asked) + TIMED_BATCHES
 
 
 def test_a_row_that_ends_in_zeros_keeps_them(random_gates):

@@ -169,6 +169,16 @@ def test_the_smallest_prompt_just_fits(task, few_words, words):
         assert all(word in document["input"] for word in document["outputs"])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_measured_is_what_the_generator_looks_at_first(seed, few_words):
+    """Words differ in tokens, and so does the smallest prompt from draw to draw."""
+    with pytest.raises(ValueError, match="its smallest prompt takes") as refused:
+        prompts(str(STORIES), 100, "ruler_cwe", seed=seed)
+    shortest = int(re.search(r"takes (\d+)", str(refused.value))[1])
+    found = prompts(str(STORIES), shortest, "ruler_cwe", seed=seed)["ruler_cwe"]
+    assert {len(document["outputs"]) for document in found} == {10}
+
+
 @pytest.mark.parametrize(("name", "longest_refused"), [("words", 199), ("stories", 250)])
 def test_texts_of_coded_words_hold_their_answers(name, longest_refused, few_words, words):
     tokenizer = words if name == "words" else str(STORIES)
