@@ -34,7 +34,7 @@ def diagnose(
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
 ):
-    """Measure attention sinks, massive activations and gate scores; writes report.json, report.html and PNG files."""
+    """Measure attention sinks, massive activations and gates. Writes report.json, report.html and PNG files."""
     layers = layer_list(map_layers)
     hide_bars()
     from dataclasses import replace
