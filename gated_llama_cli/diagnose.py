@@ -50,7 +50,8 @@ def diagnose(
     folder = check_output(folder, model)
     new_figure(1, 1)  # a missing matplotlib is told before the work, not after
     texts, source = read_texts(text)
-    loadables = [Loadable.open(model, revision), *([Loadable.open(against)] if against else [])]
+    loadables = [Loadable.open(model, revision, quantised=True)]
+    loadables += [Loadable.open(against, quantised=True)] if against else []
     tokenizer = tokenizer_of(loadables[0])
     corpus = build_corpus(tokenizer, texts, source, tokens=tokens, context=context, bos=bos)
     backend = {} if attn == "auto" else {"attn_implementation": attn}

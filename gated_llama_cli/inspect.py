@@ -66,7 +66,9 @@ def decoder_rows(found) -> dict[str, str]:
         f"theta {rope.get('rope_theta', 10000.0):,.0f}",
         "also": ", ".join(extras) or "no biases, no QK-norm, untied embeddings",
         "parameters": f"{found.parameters:,}",
-        "stored as": ", ".join(found.dtypes) + (" once de-quantised" if found.model.endswith(".gguf") else ""),
+        "stored as": ", ".join(found.dtypes)
+        + (" once de-quantised" if found.model.endswith(".gguf") else "")
+        + (f", quantised by {found.quantiser}" if found.quantiser else ""),
         "files": ", ".join(f"{name} ({size / 1e6:,.1f} MB)" for name, size in found.files.items()),
     }
 

@@ -102,8 +102,17 @@ def show(reports: list):
     for line in first_differences(reports):
         out.print(line)
     out.print(f"Token ids: {reports[0].ids}; {AGREEMENT[reports[0].ids_equal]}.")
-    if reports[0].policy in NOT_EQUAL and not all(report.bitwise for report in reports):
-        out.print(f"By design: {NOT_EQUAL[reports[0].policy]}.")
+    if not all(report.bitwise for report in reports):
+        for reason in reasons(reports[0]):
+            out.print(f"By design: {reason}.")
+
+
+def reasons(report) -> list[str]:
+    """Why such a result is not its source's equal, if it is not meant to be."""
+    found = [NOT_EQUAL[report.policy]] if report.policy in NOT_EQUAL else []
+    if report.quantiser:
+        found.append(f"weights quantised by {report.quantiser} are near the source's, not equal: see --tolerance")
+    return found
 
 
 def first_differences(reports: list) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import (
 from gated_llama.convert import convert_checkpoint
 from gated_llama.convert.verify import verify, verify_dtypes
 from gated_llama.diagnostics.divergence import first_divergence, layer_divergence, place_name, recorded_states
+from gated_llama_cli import main
 from gated_llama_cli.demo import find_smollm2
 
 
@@ -137,6 +139,23 @@ def test_each_dtype_once(source, tmp_path):
     assert [report.dtype for report in reports] == ["float32", "bfloat16"]
     # The source's weights rounded to bfloat16 are the result's; in float32 the rounding shows.
     assert [report.bitwise for report in reports] == [False, True]
+
+
+@pytest.mark.parametrize("unequal", [0, 1])
+def test_one_unequal_dtype_is_a_no(source, unequal, monkeypatch, capsys):
+    """Whichever it is; the numbers at the top are those of the one that is off."""
+    reports = verify_dtypes(source, source, ["float32", "bfloat16"], tokens=4)
+    assert all(report.passes() for report in reports)
+    reports[unequal] = replace(reports[unequal], bitwise=False, first_diverging_layer=1, max_abs_difference=1e-3)
+    monkeypatch.setattr("gated_llama.convert.verify.verify_dtypes", lambda *args, **options: reports)
+    assert main(["verify", str(source), str(source)]) == 1
+    capsys.readouterr()
+    assert main(["verify", str(source), str(source), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["equal"], found["bitwise"]) == (False, False)
+    assert found["dtype"] == reports[unequal].dtype
+    assert main(["verify", str(source), str(source), "--tolerance", "1e-4"]) == 1
+    assert main(["verify", str(source), str(source), "--tolerance", "1e-2"]) == 0
 
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
