@@ -22,6 +22,7 @@ RANKS = {
     "gated_llama.modeling_gated": 1,
     "gated_llama.hub": 1,
     "gated_llama.override": 2,
+    "gated_llama.quantization": 2,
     "gated_llama.registration": 2,
     "gated_llama": 3,
     "gated_llama.vllm_plugin": 4,
