@@ -156,10 +156,11 @@ def test_a_sink_among_the_late_keys_is_not_any_key():
 
 
 @pytest.mark.filterwarnings("ignore:Positions restart")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("apart", [True, False])
-def test_a_first_tokens_own_row_counts_for_no_key(apart):
+def test_a_first_tokens_own_row_counts_for_no_key(apart, implementation):
     """Also where it sees the document before its own, and its weight on itself is no longer 1."""
-    model, ids = build(), tokens(1, 24)
+    model, ids = build(implementation=implementation), tokens(1, 24)
     documents = [(0, 9), (9, 15)]
     kwargs = {"position_ids": torch.cat([torch.arange(length) for _, length in documents])[None]}
     kwargs["use_cache"] = not apart

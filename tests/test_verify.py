@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from gated_llama.convert import convert_checkpoint
+from gated_llama.convert import verify as verify_module
 from gated_llama.convert.verify import verify, verify_dtypes
 from gated_llama.diagnostics.divergence import first_divergence, layer_divergence, place_name, recorded_states
 from gated_llama_cli import main
@@ -230,10 +231,38 @@ def test_text_repeats_until_the_rows_are_full(source):
 
 
 def test_ids_beyond_the_embeddings_are_refused(tmp_path):
-    llama(vocab_size=64).save_pretrained(tmp_path / "source")
-    byte_tokenizer().save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="64 embeddings"):
-        verify(tmp_path / "source", tmp_path / "source")
+    tokenizer = byte_tokenizer()
+    largest = tokenizer.convert_tokens_to_ids("z")
+    llama(vocab_size=largest).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=f"gives id {largest}, but the model has {largest} embeddings"):
+        verify(tmp_path / "source", tmp_path / "source", text="z")
+    assert verify(tmp_path / "source", tmp_path / "source", text="y", tokens=4).passes()
+
+
+@pytest.mark.parametrize("position", [0, 7])
+def test_the_logits_of_every_token_are_compared(source, position, monkeypatch):
+    """The first and the last, where nothing else of the model differs."""
+    run, calls = verify_module._run, []
+
+    def spoiled(model, ids):
+        def spoil(module, inputs, output):
+            output.logits[:, position, 5] += 1
+
+        calls.append(model)
+        handle = model.register_forward_hook(spoil) if len(calls) == 2 else None
+        monkeypatch.setattr(model, "generate", lambda ids, **options: ids)  # which runs the hooked model as well
+        states, greedy = run(model, ids)
+        if handle:
+            handle.remove()
+        return states, greedy
+
+    monkeypatch.setattr(verify_module, "_run", spoiled)
+    report = verify(source, source, tokens=8)
+    assert report.first_diverging_layer == "logits"
+    assert report.max_abs_difference == pytest.approx(1, abs=1e-5)
+    assert report.greedy_equal
+    assert not report.passes()
 
 
 def test_absent_and_misshapen_weights_are_never_invented(source, tmp_path):
