@@ -58,7 +58,7 @@ def convert(
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
 ):
-    """Give a checkpoint a gate in its attention, or take over the gate that it has."""
+    """Give a checkpoint a gate, or take over the one it has."""
     hide_bars()
     options = {name: value for name, value in ctx.params.items() if name not in transplant.OPTIONS}
     options["layers"] = layer_list(layers)

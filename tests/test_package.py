@@ -31,6 +31,7 @@ RANKS = {
     "gated_llama.modeling_gated": 2,
     "gated_llama.hub": 2,
     "gated_llama.override": 3,
+    "gated_llama.quantization": 3,
     "gated_llama.registration": 3,
     "gated_llama": 4,
     "gated_llama.vllm_plugin": 5,

@@ -17,7 +17,7 @@ from .config_file import library_config
 from .imports import PAPER_FLAGS
 from .opening import Checkpoint, open_checkpoint
 from .source_rotary import honour_attn_factor
-from .tensor_files import one_line
+from .tensor_files import DTYPES, one_line
 from .tokenizer import VOCABULARIES, carry_files, load_tokenizer
 
 
@@ -36,9 +36,17 @@ class Loadable:
     checkpoint: Checkpoint
 
     @classmethod
-    def open(cls, source: "str | Path | Loadable", revision: str | None = None) -> "Loadable":
-        """ValueError when there is no checkpoint, or a damaged one. What is open already is returned."""
-        return source if isinstance(source, Loadable) else cls(str(source), open_checkpoint(source, revision))
+    def open(
+        cls, source: "str | Path | Loadable", revision: str | None = None, *, quantised: bool = False
+    ) -> "Loadable":
+        """
+        ValueError when there is no checkpoint, or a damaged one. What is open already is returned.
+
+        quantised: also one whose weights only its quantiser reads, for those who run models and read no weights.
+        """
+        if isinstance(source, Loadable):
+            return source
+        return cls(str(source), open_checkpoint(source, revision, quantised=quantised))
 
     def __str__(self) -> str:
         return self.name
@@ -60,10 +68,11 @@ class Loadable:
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype of most parameters; float32 for GGUF, which is de-quantised."""
+        """The dtype of most parameters but quantised ones; float32 for GGUF, which is de-quantised."""
         sizes: dict[torch.dtype, int] = {}
         for info in self.checkpoint.reader.tensors.values():
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
+            if info.dtype in DTYPES.values():
+                sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
         return str(max(sizes, key=sizes.get)).removeprefix("torch.")
 
     def rounding(self, dtype: torch.dtype) -> torch.dtype:
@@ -103,7 +112,7 @@ class Loadable:
                 f"{self} is in the format of the paper's release, for which Transformers has no class: convert it "
                 "with `gated-llama convert`; `gated-llama export --target paper` gives its tensors back bit for bit."
             )
-        with plain_errors(str(self)):
+        with plain_errors(str(self), self.checkpoint.quantiser):
             model, info = AutoModelForCausalLM.from_pretrained(
                 **self.arguments, config=self.config, dtype=dtype, output_loading_info=True, **options
             )
@@ -114,10 +123,19 @@ class Loadable:
 
 
 @contextlib.contextmanager
-def plain_errors(name: str) -> Iterator[None]:
-    """ValueError in one line for the library's errors on loading the model `name`."""
+def plain_errors(name: str, quantiser: str | None = None) -> Iterator[None]:
+    """
+    ValueError in one line for the library's errors on loading the model `name`; ImportError where its quantiser is not
+    installed.
+    """
     try:
         yield
+    except ImportError as error:
+        if quantiser is None:
+            raise
+        raise ImportError(
+            f"{name} is quantised by {quantiser}, which runs it and is not installed: {one_line(error)}."
+        ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" in str(error):  # the library's own report is not shown here
             raise ValueError(

@@ -27,6 +27,19 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 UNQUANTISE = "Quantised weights have to be converted back to one of these"
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+# In which quantisers store what only they read.
+QUANTISED_DTYPES = DTYPES | {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
 
 class TensorInfo(NamedTuple):
     """Shape and dtype of a tensor, and where it is stored; `offset` is `None` when not as bytes of that dtype."""
@@ -78,11 +91,13 @@ class SafetensorsReader:
     The tensors of a checkpoint folder, exactly those that its index names.
 
     `tensors` maps names to shape, dtype and file; `read` returns one of them. Files are opened anew for each tensor,
-    so its pages are released with it. Raises ValueError for files that are missing, damaged or contradict the index.
+    so its pages are released with it. Raises ValueError for files that are missing, damaged or contradict the index,
+    and for tensors in other dtypes than `dtypes` (code -> dtype).
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, dtypes: Mapping[str, torch.dtype] = DTYPES):
         self.tensors: dict[str, TensorInfo] = {}
+        self.dtypes = dtypes
         weight_map = read_weight_map(folder)
         for file_name in dict.fromkeys(weight_map.values()) if weight_map else [SINGLE_FILE]:
             names = {name for name, file in weight_map.items() if file == file_name} if weight_map else None
@@ -103,12 +118,13 @@ class SafetensorsReader:
             where = "is listed in the index but not in the file" if differing[0] in expected else "is not in the index"
             raise ValueError(f"{path} and {INDEX_FILE} disagree: tensor {differing[0]!r} {where}.")
         for name, (shape, code) in infos.items():
-            if code not in DTYPES:
+            if code not in self.dtypes:
                 advice = "Load the model with dtype=torch.float32 and save it" if code == "F64" else UNQUANTISE
                 raise ValueError(
-                    f"Tensor {name!r} in {path} has dtype {code}; supported are {', '.join(DTYPES)}. {advice} first."
+                    f"Tensor {name!r} in {path} has dtype {code}; supported are {', '.join(self.dtypes)}. "
+                    f"{advice} first."
                 )
-            self.tensors[name] = TensorInfo(shape, DTYPES[code], path, offsets[name])
+            self.tensors[name] = TensorInfo(shape, self.dtypes[code], path, offsets[name])
 
     def read(self, name: str) -> torch.Tensor:
         path = self.tensors[name].file

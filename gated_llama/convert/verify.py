@@ -55,6 +55,7 @@ class VerifyReport:
     layers: every place in order.
     greedy_equal: 8 tokens decoded greedily with the cache are equal.
     policy: the result's own record of how its gates began, such as "identity" or "transplant"; None without one.
+    quantiser: what the result's weights are quantised by, such as "torchao"; None if they are not.
     ids: where the token ids came from. ids_equal: the result's tokenizer gives the source's ids; None when the source
         has no tokenizer.
     tokens: token positions compared.
@@ -73,6 +74,7 @@ class VerifyReport:
     greedy_equal: bool
     layers: tuple[LayerDifference, ...]
     policy: str | None = None
+    quantiser: str | None = None
 
     def passes(self, tolerance: float | None = None) -> bool:
         """
@@ -176,7 +178,8 @@ def verify_dtypes(
     """
     `verify` in several dtypes, each once. One model is in memory at a time.
 
-    A quantised `.gguf` is de-quantised in the dtype in which it runs.
+    A quantised `.gguf` is de-quantised in the dtype in which it runs; other quantised weights are those of their
+    quantiser, which Transformers runs.
 
     Args:
         source: Hub id, folder or `.gguf` file.
@@ -195,7 +198,7 @@ def verify_dtypes(
         raise ValueError(f"dtype={unknown.pop()!r}: choose {', '.join(map(repr, DTYPES))} or 'file'.")
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens={tokens} and batch={batch} must be at least 1.")
-    source, result = Loadable.open(source, revision), Loadable.open(result)
+    source, result = Loadable.open(source, revision, quantised=True), Loadable.open(result, quantised=True)
     if text is not None and not source.has_tokenizer:
         raise ValueError(f"{source} has no tokenizer, so the text cannot be used: leave it out for random ids.")
     tell = progress or (lambda line: None)
@@ -233,6 +236,7 @@ def _compare(
         greedy_equal=torch.equal(greedy, other_greedy),
         layers=tuple(differences),
         policy=(getattr(result.config, "gate_retrofit", None) or {}).get("policy"),
+        quantiser=result.checkpoint.quantiser,
     )
 
 

@@ -226,7 +226,8 @@ def describe(model: nn.Module, name: str, modules: dict[int, nn.Module]) -> dict
         "layers": config.num_hidden_layers,
         "attention_layers": sorted(modules),
         "heads": config.num_attention_heads,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": model.num_parameters(),  # also of weights that are packed
+        "quantization": model.config.to_dict().get("quantization_config"),
     }
 
 
