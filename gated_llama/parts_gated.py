@@ -143,14 +143,15 @@ class GatedLlamaRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class GatedLlamaRMSNorm(Qwen3RMSNorm):
-    """Qwen3's with gains in float32, for `norms_in_fp32`; what it returns keeps the dtype of the states."""
+    """Qwen3's with gains in float32, for `norms_in_fp32`; it rounds once, to the dtype of the states."""
 
     def __init__(self, hidden_size: int, eps: float):
         super().__init__(hidden_size, eps=eps)
         self.weight = nn.Parameter(self.weight.to(at_least_fp32()))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states).to(hidden_states.dtype)
+        # In float32 up to the product, as the architectures compute it whose gains are 1 + w.
+        return super().forward(hidden_states.to(at_least_fp32(hidden_states.dtype))).to(hidden_states.dtype)
 
 
 def rms_norm(config: GatedLlamaConfig, width: int) -> nn.Module:

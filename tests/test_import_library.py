@@ -157,6 +157,10 @@ def test_short_dtypes_keep_the_gains_of_zero_centred_norms(model_type, tmp_path)
     assert torch.equal(logits_of(load(tmp_path / "again", dtype="auto")), logits_of(loaded))
     assert {model_tensor.dtype for name, model_tensor in loaded.named_parameters() if name in norms} == {torch.float32}
     assert not convert_checkpoint(tmp_path / "source", tmp_path / "wide", dtype="float32").config.norms_in_fp32
+    # Norms of one kind, rounded once: the same bits in bfloat16, too.
+    source = QWEN_CLASSES[model_type][1].from_pretrained(tmp_path / "source", attn_implementation="eager").eval()
+    assert source.dtype == torch.bfloat16
+    assert torch.equal(logits_of(loaded), logits_of(source))
     source = QWEN_CLASSES[model_type][1].from_pretrained(tmp_path / "source", dtype=torch.float32)
     torch.testing.assert_close(logits_of(load(tmp_path / "out", dtype=torch.float32)), logits_of(source), **ROUNDING)
 

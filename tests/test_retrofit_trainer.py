@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -545,6 +546,17 @@ def test_the_source_keeps_what_autocast_makes_of_it(bf16, workshop):
     assert found.dtype == (torch.bfloat16 if bf16 else torch.float32)
     assert not any(parameter.requires_grad for parameter in trainer.source.parameters())
     assert trainer.source.model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_a_gated_source_keeps_float32_gates(tiny_model, randomize_gates):
+    """Autocast does not reach them, and neither does what stands for it."""
+    source = randomize_gates(tiny_model(gate_in_fp32=True))
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = source(ids).logits
+        found = frozen(source, SimpleNamespace(device="cpu", bf16=True))(ids).logits
+    assert torch.equal(found, expected)
+    assert source.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
 
 
 def test_bf16_with_checkpointing(workshop, monkeypatch):

@@ -252,11 +252,12 @@ def frozen(source: nn.Module, args: TrainingArguments) -> nn.Module:
     """
     The source in eval mode on the arguments' device.
 
-    Under bf16 autocast its linear maps are kept in bfloat16: what autocast makes of them at each call, bit for bit.
+    Under bf16 autocast its linear maps are kept in bfloat16: what autocast makes of them at each call, bit for bit. It
+    does not reach gates in float32.
     """
     source = source.eval().to(args.device)
     for module in source.modules():
-        if args.bf16 and isinstance(module, nn.Linear):
+        if args.bf16 and isinstance(module, nn.Linear) and not getattr(module, "in_fp32", False):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 # A tied embedding stays as it is: autocast does not reach it.
                 setattr(module, name, nn.Parameter(parameter.detach().bfloat16(), requires_grad=False))
