@@ -36,6 +36,7 @@ class Checkpoint:
         reader: `tensors` (name -> shape, dtype, file) and `read(name)`.
         gguf_file: file name below `folder` of a GGUF source.
         hub_id: Hub id, when the source was named so.
+        tokenizer: folder of a tokenizer that stands in for the one of a GGUF source.
     """
 
     folder: Path
@@ -43,6 +44,7 @@ class Checkpoint:
     reader: SafetensorsReader | GgufReader
     gguf_file: str | None = None
     hub_id: str | None = None
+    tokenizer: Path | None = None
 
     @contextmanager
     def in_its_words(self) -> Iterator[None]:
