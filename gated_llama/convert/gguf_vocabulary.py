@@ -69,10 +69,9 @@ def unreadable(metadata: Mapping[str, Any]) -> str | None:
         return f"its {MODEL}={model!r} is neither {BYTE_LEVEL!r} nor {SENTENCEPIECE!r}"
     if model == BYTE_LEVEL and pre is None:
         return f"it has no {PRE}, which says how text is split"
-    if model == BYTE_LEVEL and pre not in known_pre_tokenizers():
-        return (
-            f"its {PRE}={pre!r} is none of those whose splitting is known: {', '.join(sorted(known_pre_tokenizers()))}"
-        )
+    known = sorted(known_pre_tokenizers())
+    if model == BYTE_LEVEL and pre not in known:
+        return f"its {PRE}={pre!r} is none of those whose splitting is known ({', '.join(known)})"
     return None
 
 
