@@ -13,7 +13,15 @@ from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
 from gguf.constants import MODEL_ARCH
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaTokenizer, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from gated_llama import GatedLlamaForCausalLM
 from gated_llama.convert import convert_checkpoint, llama_cpp
@@ -307,10 +315,15 @@ def stating(monkeypatch, pre: str | None, **keys) -> None:
 
 def original_tokenizer(path: Path, folder: Path, *steps) -> Path:
     """The tokenizer of a file under another splitting rule, as a folder."""
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    read = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    content = json.loads(read.backend_tokenizer.to_str())
+    # The library adds <|endoftext|>, the default of a class, which the original has not.
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < TINY["vocab_size"]]
+    backend = Tokenizer.from_str(json.dumps(content))
     if steps:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
-    tokenizer.save_pretrained(folder)
+        backend.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **roles).save_pretrained(folder)
     return folder
 
 

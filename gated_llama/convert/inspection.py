@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from huggingface_hub import get_safetensors_metadata, hf_hub_download
 from huggingface_hub.errors import (
@@ -159,7 +158,7 @@ def read_headers(model: str | Path, revision: str | None) -> tuple[dict[str, Any
     try:
         raw = read_json(Path(hf_hub_download(model, "config.json", revision=revision)))
         metadata = get_safetensors_metadata(model, revision=revision)
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, httpx.TransportError):  # then from the cache, or not at all
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError):  # then from the cache, or not at all
         checkpoint = open_checkpoint(model, revision)
         return checkpoint.raw_config, checkpoint.reader.tensors
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
