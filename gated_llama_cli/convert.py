@@ -54,6 +54,9 @@ def convert(
     gate_scale: Annotated[
         float, typer.Option(help="c of a source whose own gate is c * sigmoid; a power of two, folded into o_proj.")
     ] = 1.0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the original tokenizer, for a .gguf file.", metavar="FOLDER")
+    ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Dtype to write; the source's by default.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,

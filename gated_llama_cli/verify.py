@@ -75,7 +75,7 @@ def summary(reports: list, tolerance: float | None) -> dict[str, Any]:
 AGREEMENT = {
     True: "the result's tokenizer gives the same ids",
     False: "[red]the result's tokenizer gives other ids[/]",
-    None: "no tokenizers to compare",
+    None: "no second tokenizer to compare with",
 }
 
 

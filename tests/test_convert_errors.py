@@ -23,6 +23,7 @@ from gated_llama.convert.extend_context import extend_context
 from gated_llama.convert.inspection import inspect_checkpoint
 from gated_llama.convert.layouts import fold_scale
 from gated_llama.convert.loading import Loadable
+from gated_llama.convert.opening import open_checkpoint
 from gated_llama.convert.verify import verify
 
 
@@ -199,6 +200,64 @@ def test_hub_source_fetches_what_its_index_names(save_source, tmp_path, monkeypa
     fetched = {path.name for path in (tmp_path / "cache" / "c0ffee").iterdir()}
     assert fetched == {path.name for path in folder.iterdir()} - {"consolidated.safetensors", "pytorch_model.bin"}
     assert "base_model: someone/some-model" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("reads", [open_checkpoint, inspect_checkpoint])
+@pytest.mark.parametrize("beside", ["model", "nothing"])
+def test_adapters_are_merged_first(beside, reads, save_source):
+    """from_pretrained would apply it."""
+    folder = save_source()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    if beside == "nothing":
+        (folder / "config.json").unlink()
+    refused(folder, "an adapter .*merge the adapter first")
+    with pytest.raises(ValueError, match="merge the adapter first"):
+        reads(folder)
+
+
+def test_adapters_on_the_hub_are_seen(save_source, tmp_path, monkeypatch):
+    folder = save_source()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    monkeypatch.setattr(opening, "snapshot_download", Hub(folder, tmp_path / "cache").download)
+    with pytest.raises(ValueError, match="merge the adapter first"):
+        convert_checkpoint("someone/some-model", tmp_path / "out")
+
+
+@pytest.fixture
+def cached(save_source, tmp_path, monkeypatch) -> Path:
+    """The Hub's cache with somebody/model in it, and no network; its snapshot."""
+    repository = tmp_path / "hub" / "models--somebody--model"
+    snapshot = repository / "snapshots" / ("c0ffee" * 7)[:40]
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in save_source().iterdir():
+        blob = repository / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copyfile(path, blob)
+        (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return snapshot
+
+
+def test_a_cached_model_needs_no_network(cached, tmp_path):
+    found = inspect_checkpoint("somebody/model")
+    local = inspect_checkpoint(cached)
+    assert (found.parameters, found.files) == (local.parameters, local.files)
+    report = convert_checkpoint("somebody/model", tmp_path / "out")
+    assert report.tensors_read == len(open_checkpoint(cached).reader.tensors)
+    extend_context("somebody/model", tmp_path / "long", factor=4)
+    assert verify("somebody/model", tmp_path / "out").passes()
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_model_that_is_cached_in_part_is_told(missing, cached):
+    (cached / missing).unlink()
+    with pytest.raises(ValueError, match=missing):
+        inspect_checkpoint("somebody/model")
+    with pytest.raises(ValueError, match="neither a local path nor in the local cache"):
+        inspect_checkpoint("somebody/else")
 
 
 def test_hub_source_that_is_not_there(tmp_path, monkeypatch):
@@ -411,6 +470,9 @@ def test_pickled_weights_are_not_read(save_source):
             r"a tensor 'model.layers.1.self_attn.q_proj.bias",
         ),
         ({"model__layers__0__self_attn__g_proj__weight": torch.zeros(4, 32)}, "g_proj.weight"),
+        ({"xmodel__rotary_emb__inv_freq": torch.zeros(4)}, r"a tensor 'xmodel\.rotary_emb"),
+        ({"model__rotary_emb__inv_freq_scale": torch.zeros(4)}, r"a tensor 'model\.rotary_emb\.inv_freq_scale'"),
+        ({"model__layers__0__mlp__rotary_emb__inv_freq": torch.zeros(4)}, r"a tensor 'model\.layers\.0\.mlp\.rotary"),
         ({"model__norm__weight": torch.zeros(33)}, r"'model.norm.weight' has shape \[33\].*calls for \[32\]"),
         ({"model__norm__weight": torch.zeros(32, dtype=torch.int8)}, "has dtype I8; supported are F32, BF16, F16"),
         ({"model__norm__weight": torch.zeros(32).to(torch.float8_e4m3fn)}, "has dtype F8_E4M3.*Quantised weights"),

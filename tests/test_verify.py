@@ -123,6 +123,19 @@ def test_tolerance_is_on_the_logits(source, tmp_path):
     assert not report.passes(tolerance=report.max_abs_difference / 2)
 
 
+def test_the_last_token_counts(source, tmp_path):
+    """A row of the embedding that only the last token reads changes the logits there and nowhere else."""
+    ids = torch.randint(TINY["vocab_size"], (1, 8), generator=torch.Generator().manual_seed(0))[0]
+    assert ids[-1] not in ids[:-1]
+    model = llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[ids[-1]] += 1
+    model.save_pretrained(tmp_path / "result")
+    report = verify(source, tmp_path / "result", tokens=8)
+    assert report.max_abs_difference > 0.1
+    assert not report.passes(tolerance=1e-3)
+
+
 def test_greedy_decoding_is_part_of_the_proof(source, tmp_path):
     model = llama()
     # Every token ends the text: the source goes on for eight.

@@ -25,7 +25,7 @@ from .policies import GateStart, plan_start
 from .source_rotary import plain_rotary
 from .sources import Origin, decoder_fields
 from .tensor_files import DTYPES, FileRange, is_finite, one_line, plan_shards, write_shards
-from .tokenizer import carry_files
+from .tokenizer import carry_files, with_tokenizer
 
 
 # Elements that are checked, scaled and written at a time: a part stays in the processor's cache.
@@ -109,6 +109,7 @@ def convert_checkpoint(
     seed: int = 0,
     layout: str | None = None,
     gate_scale: float = 1.0,
+    tokenizer: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     revision: str | None = None,
@@ -136,6 +137,8 @@ def convert_checkpoint(
             declares. The options above describe a gate to add, and are refused for such a source. For a plain
             architecture, the layout of the gate that its tensors hold (see `state_dicts`).
         gate_scale: c of a source whose own gate multiplies by c sigmoid(u), a power of two; it is folded into o_proj.
+        tokenizer: folder of the original tokenizer of a `.gguf` source, which must have the tokens that the file
+            lists; `None` for the one that the file describes.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; `None` keeps the source's (float32 for GGUF).
         max_shard_size: largest file, in bytes or such as `"5GB"`.
         revision: branch, tag or commit of a Hub source.
@@ -158,6 +161,7 @@ def convert_checkpoint(
         "gate_layers": None if layers is None else sorted(layers),
     }
     checkpoint = open_checkpoint(source, revision)
+    checkpoint = with_tokenizer(checkpoint, None if tokenizer is None else Path(tokenizer).expanduser())
     start = {"policy": policy, "bias": bias, "gate_bias": gate_bias, "seed": seed}
     with checkpoint.in_its_words():
         plan = make_plan(checkpoint, gate, start, layout=layout, gate_scale=gate_scale, dtype=dtype)

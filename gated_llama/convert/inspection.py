@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata, hf_hub_download
-from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    OfflineModeIsEnabled,
+    SafetensorsParsingError,
+)
 
 from ..configuration_gated import GatedLlamaConfig
 from .checkpoint import GATE_TENSOR, build_config, expected_tensors
@@ -154,10 +159,14 @@ def read_headers(model: str | Path, revision: str | None) -> tuple[dict[str, Any
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         checkpoint = open_checkpoint(model, revision, quantised=True)
         return checkpoint.raw_config, checkpoint.reader.tensors
-    raw = read_json(Path(hf_hub_download(model, "config.json", revision=revision)))
-    dtypes, tensors = stored_in(raw), {}
+    tensors = {}
     try:
+        raw = read_json(Path(hf_hub_download(model, "config.json", revision=revision)))
+        dtypes = stored_in(raw)
         metadata = get_safetensors_metadata(model, revision=revision)
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError):  # then from the cache, or not at all
+        checkpoint = open_checkpoint(model, revision, quantised=True)
+        return checkpoint.raw_config, checkpoint.reader.tensors
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise ValueError(f"{model} has no safetensors that can be read: {one_line(error)}") from error
     for file_name, file in metadata.files_metadata.items():

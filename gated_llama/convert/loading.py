@@ -14,11 +14,12 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from .config_file import library_config
+from .gguf_vocabulary import unreadable
 from .imports import PAPER_FLAGS
 from .opening import Checkpoint, open_checkpoint
 from .source_rotary import honour_attn_factor
 from .tensor_files import DTYPES, one_line
-from .tokenizer import VOCABULARIES, carry_files, load_tokenizer
+from .tokenizer import VOCABULARIES, carry_files, load_gguf_tokenizer, load_tokenizer
 
 
 # What other code calls its gates, inside an attention module.
@@ -90,9 +91,15 @@ class Loadable:
             return "tokenizer.ggml.tokens" in self.checkpoint.reader.file.metadata
         return any(any(self.checkpoint.folder.glob(pattern)) for pattern in VOCABULARIES)
 
+    @property
+    def guessed_tokenizer(self) -> str | None:
+        """Why the tokenizer of a GGUF file cannot be rebuilt with its ids; `None` for all others."""
+        return unreadable(self.checkpoint.reader.file.metadata) if self.checkpoint.gguf_file else None
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        gguf = {"gguf_file": self.checkpoint.gguf_file} if self.checkpoint.gguf_file else {}
-        return load_tokenizer(self.checkpoint.folder, name=str(self), **gguf)
+        if self.checkpoint.gguf_file:
+            return load_gguf_tokenizer(self.checkpoint, str(self))
+        return load_tokenizer(self.checkpoint.folder, name=str(self))
 
     def carried_tokenizer(self) -> PreTrainedTokenizerBase:
         """As a conversion delivers it: what tokenizer.json says, where AutoTokenizer's class says otherwise."""

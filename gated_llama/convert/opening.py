@@ -31,6 +31,8 @@ from .tensor_files import (
 from .tokenizer import CARRIED, TOKENIZER_CONFIG, VOCABULARIES
 
 
+ADAPTER_FILE = "adapter_config.json"  # of PEFT
+
 BLOCKS, BLOCK = 64, 1 << 16
 
 
@@ -45,6 +47,7 @@ class Checkpoint:
         reader: `tensors` (name -> shape, dtype, file) and `read(name)`.
         gguf_file: file name below `folder` of a GGUF source.
         hub_id: Hub id, when the source was named so.
+        tokenizer: folder of a tokenizer that stands in for the one of a GGUF source.
     """
 
     folder: Path
@@ -52,6 +55,7 @@ class Checkpoint:
     reader: SafetensorsReader | GgufReader
     gguf_file: str | None = None
     hub_id: str | None = None
+    tokenizer: Path | None = None
 
     @contextmanager
     def in_its_words(self) -> Iterator[None]:
@@ -121,10 +125,21 @@ def open_checkpoint(source: str | Path, revision: str | None = None, *, quantise
 
 
 def open_folder(folder: Path, hub_id: str | None = None, quantised: bool = False) -> Checkpoint:
+    if not (folder / "config.json").is_file() and (folder / ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{folder} holds an adapter only ({ADAPTER_FILE}), not a model: merge the adapter first (PEFT's "
+            "merge_and_unload, then save_pretrained), and name the folder of the merged model."
+        )
     if not (folder / "config.json").is_file():
         files = sorted(path.name for path in folder.glob("*.gguf"))
         advice = f"to convert a GGUF file, name it: {folder / files[0]}" if files else "it is not a checkpoint folder"
         raise ValueError(f"{folder} has no config.json: {advice}.")
+    if (folder / ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{folder} has an adapter beside its weights ({ADAPTER_FILE}), which from_pretrained would apply: merge "
+            f"the adapter first (PEFT's merge_and_unload, then save_pretrained), or remove {ADAPTER_FILE} from a copy "
+            "for the model without it."
+        )
     raw_config = read_json(folder / "config.json")
     if not isinstance(raw_config.get("model_type", ""), str):
         raise ValueError(f"{folder / 'config.json'} has model_type={raw_config['model_type']!r}, which is not a name.")
@@ -144,7 +159,7 @@ def download(repository: str, revision: str | None, others: tuple[str, ...] = ()
             snapshot_download(
                 repository,
                 revision=revision,
-                allow_patterns=["config.json", INDEX_FILE, "README.md", *CARRIED, *others],
+                allow_patterns=["config.json", ADAPTER_FILE, INDEX_FILE, "README.md", *CARRIED, *others],
             )
         )
         index = folder / INDEX_FILE

@@ -6,6 +6,7 @@ files can give other ids under another type. So the ids are compared, and a clas
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from .config_file import has_mark, library_config
+from .gguf_vocabulary import MODEL, check_vocabulary, complete, loading_options, stated_tokens
 from .tensor_files import one_line, read_json
 
 
@@ -76,9 +78,12 @@ class Ids(NamedTuple):
 def carry_files(checkpoint, folder: Path) -> tuple[str | None, list[str]]:
     """Copies what travels with the weights; returns the tokenizer class (`None` without tokenizer) and notes."""
     if checkpoint.gguf_file:
-        if "tokenizer.ggml.model" not in checkpoint.reader.file.metadata:
+        if checkpoint.tokenizer is not None:
+            copy_files(checkpoint.tokenizer, folder)
+            return pin_class(load_tokenizer(checkpoint.tokenizer), folder)
+        if not any(key in checkpoint.reader.file.metadata for key in (MODEL, "tokenizer.ggml.tokens")):
             return None, ["The GGUF file has no tokenizer, so neither has the result."]
-        source = load_tokenizer(checkpoint.folder, gguf_file=checkpoint.gguf_file)
+        source = load_gguf_tokenizer(checkpoint)
         source.save_pretrained(folder)
         return pin_class(source, folder)
     copy_files(checkpoint.folder, folder)
@@ -125,6 +130,39 @@ def load_tokenizer(folder: Path, name: str | None = None, **options):
     except Exception as error:  # a damaged file surfaces as almost any type
         refuse_unreadable(folder)
         raise ValueError(f"The tokenizer of {name or folder} cannot be loaded: {one_line(error)}") from error
+
+
+def load_gguf_tokenizer(checkpoint, name: str | None = None):
+    """The tokenizer that a GGUF file describes, with llama.cpp's ids; ValueError where that cannot be known."""
+    metadata = checkpoint.reader.file.metadata
+    options = loading_options(metadata, checkpoint.reader.file.path)
+    return complete(load_tokenizer(checkpoint.folder, name, **options), metadata)
+
+
+def with_tokenizer(checkpoint, folder: Path | None):
+    """
+    The checkpoint of a GGUF file with the original tokenizer, from `folder`, in place of the file's own.
+
+    ValueError for another kind of source, and for a tokenizer whose tokens are not those of the file.
+    """
+    if folder is None:
+        return checkpoint
+    if checkpoint.gguf_file is None:
+        raise ValueError(f"tokenizer={str(folder)!r} is for a .gguf source; the tokenizer of a folder lies in it.")
+    if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
+        raise ValueError(f"{folder} has no tokenizer: name a folder with tokenizer.json or the like.")
+    tokenizer = load_tokenizer(folder)
+    check_against_file(tokenizer, str(folder), checkpoint)
+    return replace(checkpoint, tokenizer=folder)
+
+
+def check_against_file(tokenizer, name: str, checkpoint) -> None:
+    """ValueError unless `tokenizer` has the tokens that a GGUF file lists."""
+    file = checkpoint.reader.file
+    tokens = stated_tokens(file.path)
+    if tokens is None:  # a file without tokenizer; the size of its embedding is all there is
+        tokens = tokenizer.convert_ids_to_tokens(range(min(len(tokenizer), checkpoint.raw_config["vocab_size"])))
+    check_vocabulary(tokenizer, name, tokens, file.metadata.get("tokenizer.ggml.token_type", ()))
 
 
 def refuse_unreadable(folder: Path) -> None:

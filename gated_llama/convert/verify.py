@@ -17,7 +17,9 @@ from ..diagnostics.divergence import (
     place_name,
     recorded_states,
 )
+from . import llama_cpp
 from .loading import Loadable
+from .tokenizer import PROBES, check_against_file
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -125,17 +127,42 @@ def _token_ids(source: Loadable, result: Loadable, text: str, tokens: int, batch
         raise ValueError("The text gives no tokens: use a longer text.")
     if max(stream) >= vocabulary:
         raise ValueError(f"{source}: its tokenizer gives id {max(stream)}, but the model has {vocabulary} embeddings.")
+    if source.checkpoint.gguf_file and llama_cpp.is_installed():
+        origin, equal = _ask_llama_cpp(source, result, text, origin, equal)
     repeated = stream * math.ceil(batch * tokens / len(stream))
     return TokenIds(torch.tensor(repeated[: batch * tokens]).view(batch, tokens), origin, equal)
 
 
-def _encode(source: Loadable, result: Loadable, text: str) -> tuple[list[int], str, bool]:
+def _ask_llama_cpp(
+    source: Loadable, result: Loadable, text: str, origin: str, equal: bool | None
+) -> tuple[str, bool | None]:
+    """Origin and agreement, now also with the ids that llama.cpp gives to `text` and the probes."""
+    path = source.checkpoint.folder / source.checkpoint.gguf_file
+    texts = [text, *PROBES]
+    question = {"model": str(path), "texts": texts, "prompts": [], "context": 64, "threads": torch.get_num_threads()}
+    try:
+        reply = llama_cpp.ask(question)
+    except ValueError:
+        return f"{origin}, not compared with llama.cpp, which does not run this file", equal
+    tokenizer = (result if result.has_tokenizer else source).load_tokenizer()
+    for each, ids in zip(texts, reply["ids"], strict=True):
+        if tokenizer(each)["input_ids"] != ids:
+            return f"{origin}, and llama.cpp gives other ids for {each[:40]!r}", False
+    return f"{origin}, and llama.cpp's", True if equal is None else equal
+
+
+def _encode(source: Loadable, result: Loadable, text: str) -> tuple[list[int], str, bool | None]:
     """
     Ids with the special tokens that the source's tokenizer adds, where they are from, and whether the result agrees.
 
     For some model types the library's tokenizer class overrules tokenizer.json; a result that keeps to the file is
     right, as long as it puts the same special tokens around a text as one of the two.
     """
+    if result.has_tokenizer and (reason := source.guessed_tokenizer):
+        tokenizer = result.load_tokenizer()
+        check_against_file(tokenizer, f"The tokenizer of {result}", source.checkpoint)
+        origin = f"the result's tokenizer, which has the tokens of {source}, whose own cannot be rebuilt: {reason}"
+        return tokenizer(text)["input_ids"], origin, None
     own = source.load_tokenizer()
     stream = own(text)["input_ids"]
     if not result.has_tokenizer:
