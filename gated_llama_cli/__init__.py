@@ -17,7 +17,18 @@ import typer
 from .console import INTERRUPTED, err, quiet, report_error
 
 
-COMMANDS = ("convert", "verify", "inspect", "diagnose", "export", "extend_context", "eval", "train", "demo")
+COMMANDS = (
+    "convert",
+    "verify",
+    "inspect",
+    "diagnose",
+    "export",
+    "extend_context",
+    "convert_adapter",
+    "eval",
+    "train",
+    "demo",
+)
 DEBUG_VARIABLE = "GATED_LLAMA_DEBUG"
 
 app = typer.Typer(

@@ -578,7 +578,7 @@ def test_damaged_folders(convert, tmp_path):
     weights = load_file(output / "adapter_model.safetensors")
     next(iter(weights.values()))[0, 0] = float("nan")
     save_file(weights, output / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"not whole .*holds no numbers"):
+    with pytest.raises(ValueError, match=r"of the adapter holds values that are not finite"):
         GateAdapter.load(output)
     (output / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match="not whole"):

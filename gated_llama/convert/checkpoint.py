@@ -23,7 +23,7 @@ from .opening import Checkpoint, open_checkpoint
 from .output_folder import building, check_output
 from .policies import GateStart, plan_start
 from .sources import Origin, decoder_fields
-from .tensor_files import DTYPES, FileRange, one_line, plan_shards, write_shards
+from .tensor_files import DTYPES, FileRange, check_finite, is_finite, one_line, plan_shards, write_shards
 from .tokenizer import carry_files
 
 
@@ -33,6 +33,11 @@ PART_ELEMENTS = 1 << 21
 KEPT_DTYPE = (
     "{kept} norm gains are stored in float32, since 1 + w needs more digits than {dtype} has: loaded in {dtype} they "
     "are rounded, by 0.4 % at most."
+)
+
+ADAPTERS = (
+    "A LoRA or other adapter of the source does not fit as it is ({folded}): `gated-llama convert-adapter ADAPTER "
+    "GATED OUT` scales it."
 )
 
 # Names in state dicts of other code (see `state_dicts`).
@@ -219,6 +224,8 @@ def make_plan(
     kept = {name: targets[name].to(origin.dtype) for name, origin in origins.items() if origin.dtype}
     if kept and dtype != torch.float32:
         notes = [*notes, KEPT_DTYPE.format(kept=len(kept), dtype=str(dtype).removeprefix("torch."))]
+    if start.fold and not imported:
+        notes = [*notes, ADAPTERS.format(folded=", ".join(f"{name} x {c:g}" for name, c in start.fold.items()))]
     plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes) + added)
     check_tensors(plan, record.dropped_tensors)
     return plan
@@ -380,8 +387,7 @@ class Stream:
 
 def convert_part(name: str, part: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
     """`part * factor`, rounded once to `dtype`; ValueError for values that are not finite before or after."""
-    if not is_finite(part):
-        raise ValueError(f"Tensor {name!r} of the source holds values that are not finite (nan or inf).")
+    check_finite(name, part, "the source")
     if part.dtype == dtype and factor == 1:
         return part.contiguous()
     result = part.to(torch.promote_types(part.dtype, dtype))
@@ -392,11 +398,6 @@ def convert_part(name: str, part: torch.Tensor, dtype: torch.dtype, factor: floa
             f"({torch.finfo(dtype).max:g}): convert with dtype='bfloat16' or 'float32'."
         )
     return result
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    # The extremes carry every nan and infinity, at a tenth of the time of an elementwise test.
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
 
 
 def write_files(plan: Plan, folder: Path, output: Path) -> tuple[str | None, list[str]]:

@@ -1,7 +1,6 @@
 """A longer context without training: rotary parameters are rewritten, weights stay as they are."""
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from .opening import download
 from .output_folder import building, check_output
-from .tensor_files import one_line, read_json, read_weight_map
+from .tensor_files import check_finite_file, one_line, read_json, read_weight_map, write_json
 from .tokenizer import TOKENIZER_CONFIG
 
 
@@ -85,10 +84,12 @@ def extend_context(
         rope_theta: another base of the rotary frequencies; it asks for training (the paper: 10,000 to 1,000,000, and
             80B tokens).
         link: hard links instead of copies of the weights. Whoever then writes to one folder's files changes the other.
+            They are not read, so values that are not finite are refused in copies only.
         revision: branch, tag or commit of a Hub source.
 
     Raises:
-        ValueError: the request contradicts the source's configuration, or one of them is not valid.
+        ValueError: the request contradicts the source's configuration, one of them is not valid, or copied weights
+            hold nan or infinities.
         OSError: reading or writing failed. In both cases nothing is left at `output`.
     """
     if method not in METHODS:
@@ -104,8 +105,11 @@ def extend_context(
     check_rotary(config)
     changes, extension = plan_extension(raw, output, factor, method, rope_theta)
     check_windows(config, extension.length)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    with building(output, 0 if link else size) as target:
+    files = [] if link else list(folder.glob("*.safetensors"))
+    for path in files:
+        check_finite_file(path)
+    size = sum(path.stat().st_size for path in files)
+    with building(output, size) as target:
         copy_files(folder, target, link)
         write_json(target / "config.json", raw | changes)
         raise_tokenizer_limit(target, extension.length)
@@ -278,10 +282,6 @@ def mark_card(folder: Path, extension: Extension) -> None:
             card.data.eval_results = None
             header, text = f"---\n{card.data.to_yaml()}\n---\n\n", card.text.lstrip()
     path.write_text(f"{header}{note}\n{text}", encoding="utf-8")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_written(folder: Path, extension: Extension) -> None:

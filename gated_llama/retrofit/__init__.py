@@ -44,6 +44,7 @@ __all__ = [
     "SinkReport",
     "TrainingReport",
     "TransplantReport",
+    "convert_adapter",
     "gate_adapter_config",
     "measure_sink",
     "mix_rows",

@@ -43,8 +43,12 @@ METHODS: dict[str, dict[str, str | None]] = {
     "ADALORA": {"lora_A": None, "lora_E": None, "lora_B": WEIGHT},
     "LOHA": {"hada_w1_a": WEIGHT, "hada_w1_b": None, "hada_w2_a": None, "hada_w2_b": None},
     "LOKR": {
-        **{"lokr_w1": WEIGHT, "lokr_w1_a": WEIGHT, "lokr_w1_b": None},
-        **{"lokr_w2": None, "lokr_w2_a": None, "lokr_w2_b": None},
+        "lokr_w1": WEIGHT,
+        "lokr_w1_a": WEIGHT,
+        "lokr_w1_b": None,
+        "lokr_w2": None,
+        "lokr_w2_a": None,
+        "lokr_w2_b": None,
     },
     "VERA": {"vera_lambda_b": WEIGHT, "vera_lambda_d": None},
     "IA3": {"ia3_l": None},
@@ -57,12 +61,14 @@ METHODS: dict[str, dict[str, str | None]] = {
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 # Settings of LoRA that change nothing in `METHODS`. Any other one must be empty.
-LORA_SETTINGS = frozenset(
-    "alpha_pattern auto_mapping base_model_name_or_path beta1 beta2 bias deltaT ensure_weight_tying eva_config "
-    "exclude_modules inference_mode init_lora_weights init_r layers_pattern layers_to_transform lora_alpha lora_bias "
-    "lora_dropout megatron_core modules_to_save orth_reg_weight peft_type peft_version qalora_group_size r "
-    "rank_pattern revision target_modules target_r task_type tfinal tinit total_step trainable_token_indices use_dora "
-    "use_rslora".split()
+LORA_SETTINGS = (
+    *("base_model_name_or_path", "revision", "peft_type", "peft_version", "task_type", "auto_mapping"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "bias", "lora_bias"),
+    *("lora_dropout", "init_lora_weights", "eva_config", "trainable_token_indices", "ensure_weight_tying"),
+    *("inference_mode", "megatron_core", "qalora_group_size"),
+    # AdaLoRA's, which work in training alone.
+    *("target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step"),
 )
 
 PROJECTION = re.compile(r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\.(?P<projection>[qkvo]_proj)\.(?P<tensor>.+)$")
@@ -118,9 +124,9 @@ def convert_adapter(adapter: str | Path, gated: str | Path, output: str | Path) 
     folder = find_adapter(adapter)
     raw = read_json(folder / PEFT_FILE)
     check_method(raw, folder)
-    check_origin(raw, gated)
     weights = open_weights(gated)
     check_gated(weights)
+    check_origin(raw, gated)
     tensors, metadata = read_tensors(folder / WEIGHTS_FILE)
     targets = check_fit(folder, weights.config, tensors)
     factors = {name: factor_of(name, raw["peft_type"], weights.config) for name in tensors}
@@ -200,8 +206,8 @@ def check_gated(weights: Weights) -> None:
         )
     if policy != "identity":
         raise ValueError(
-            f"{weights.name} is no identity conversion (policy {policy!r}), so it has no ungated source whose adapters "
-            "could be converted."
+            f"{weights.name} is no identity conversion (policy {policy!r}), so there is no ungated source whose "
+            "adapters could be converted."
         )
     if name := moved_gate(weights):
         raise ValueError(
@@ -301,7 +307,7 @@ def mark_card(path: Path, source: str | None, gated: str) -> None:
     """Names the new base in the adapter's card and says what was done."""
     if not path.is_file():
         return
-    note = f"> Converted by `gated-llama convert-adapter` for the gated model {gated}; the text below is the original.\n"
+    note = f"> Converted by `gated-llama convert-adapter` for the gated model {gated}; what follows is the original.\n"
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     header = ""
     with contextlib.suppress(yaml.YAMLError, UnicodeError):  # a card that cannot be read is no reason not to convert

@@ -9,7 +9,7 @@ from accelerate import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..convert.tensor_files import one_line
+from ..convert.tensor_files import check_finite, one_line
 from ..convert.tokenizer import copy_files
 from ..diagnostics.corpus import with_first
 from .data import Rows, draw
@@ -202,6 +202,10 @@ class RetrofitTrainer(Trainer):
 
     def _save(self, output_dir=None, state_dict=None):
         output_dir = output_dir or self.args.output_dir
+        if self.args.should_save:  # the last step's update has been through no loss yet
+            weights = self.accelerator.unwrap_model(self.model).state_dict() if state_dict is None else state_dict
+            for name, tensor in weights.items():
+                check_finite(name, tensor, f"the model after step {self.state.global_step}")
         if self.is_fsdp_enabled and self.args.should_save:
             self._save_gathered(output_dir, state_dict)
         else:
