@@ -75,12 +75,22 @@ def card_rows(config: GatedLlamaConfig) -> dict[str, str]:
     }
     if fold := record.get("fold"):
         rows["folded"] = ", ".join(f"`{site}` times {factor:g}" for site, factor in fold.items()) + ", in gated layers"
-        rows["adapters of the source"] = "only after `gated-llama convert-adapter`, which folds them in the same way"
+    if adapters := adapters_of_the_source(record):
+        rows["adapters of the ungated model"] = adapters
     if left := heads_at_identity(record.get("identity_heads"), config.num_attention_heads):
         rows["heads at the identity"] = f"layer/head {left}; their columns of `o_proj.weight` are doubled"
     if record.get("policy") == "transplant":
         rows["first token"] = "none: texts are read without the token that carried the sink"
     return rows
+
+
+def adapters_of_the_source(record: dict) -> str | None:
+    """What to do with PEFT adapters of the ungated model; None where they fit as they are, or there is none."""
+    if record.get("policy") == "transplant":
+        return "do not fit: merge them into it and transplant the result"
+    if record.get("policy") == "identity" and record.get("fold"):
+        return "fit after `gated-llama convert-adapter ADAPTER MODEL OUT`, which scales them; not as they are"
+    return None
 
 
 def heads_at_identity(left: dict[str | int, list[int]] | None, heads: int) -> str:

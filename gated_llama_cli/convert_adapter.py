@@ -1,12 +1,11 @@
-"""`gated-llama convert-adapter`: a LoRA adapter of the source, made to fit its gated conversion."""
+"""`gated-llama convert-adapter`: a PEFT adapter of the ungated source, for its gated model."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from .console import out
+from .console import facts, hide_bars, out
 
 
 def register(app: typer.Typer):
@@ -14,14 +13,16 @@ def register(app: typer.Typer):
 
 
 def convert_adapter(
-    adapter: Annotated[Path, typer.Argument(help="Folder that PEFT wrote for the ungated source.")],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="What `convert` made of that source.")],
+    adapter: Annotated[str, typer.Argument(help="PEFT adapter that was trained on the source: Hub id or folder.")],
+    gated: Annotated[str, typer.Argument(help="What `convert` made of the source: Hub id or folder.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new or empty.")],
 ):
-    """Scale a LoRA adapter of the source by what `convert` folded, so that it does the same on the gated model."""
-    from gated_llama.retrofit.adapter_conversion import convert_adapter as scale
+    """Make a PEFT adapter of the ungated source fit its gated model, whose projections are scaled."""
+    hide_bars()
+    from gated_llama.retrofit import convert_adapter as convert
 
-    report = scale(adapter, model, output)
-    factors = ", ".join(f"{factor:g}" for factor in sorted(set(report.scaled.values())))
-    done = f"{len(report.scaled)} of {report.tensors} tensors times {factors}" if report.scaled else "nothing to scale"
-    out.print(escape(f"{adapter} -> {report.output}: {done}."), soft_wrap=True)
+    report = convert(adapter, gated, output)
+    scaled = ", ".join(f"{name} x {factor:g}" for name, factor in report.scaled.items())
+    same = "gated + converted adapter = source + adapter, " + ("bit for bit" if report.exact else "to rounding")
+    rows = [("adapter", f"{report.method}, {report.tensors} tensors"), ("scaled", scaled or "nothing"), ("then", same)]
+    out.print(facts(f"{adapter} -> {report.output}", rows))

@@ -578,7 +578,7 @@ def test_damaged_folders(convert, tmp_path):
     weights = load_file(output / "adapter_model.safetensors")
     next(iter(weights.values()))[0, 0] = float("nan")
     save_file(weights, output / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"not whole .*holds no numbers"):
+    with pytest.raises(ValueError, match=r"of the adapter holds values that are not finite"):
         GateAdapter.load(output)
     (output / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match="not whole"):
@@ -586,22 +586,6 @@ def test_damaged_folders(convert, tmp_path):
     record.unlink()
     with pytest.raises(ValueError, match=r"load it with PeftModel\.from_pretrained"):
         GateAdapter.load(output)
-
-
-def test_values_that_are_not_finite_are_never_written(convert, tmp_path):
-    base, model = convert(), trained(convert())
-    model.model.layers[1].self_attn.g_proj.weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.g_proj\.weight of the trained model .* not finite"):
-        GateAdapter.extract(model, base)
-    adapter = GateAdapter.extract(trained(base), base)
-    adapter.tensors["model.layers.0.self_attn.g_proj.weight"][0, 0] = torch.inf
-    with pytest.raises(ValueError, match="of the adapter holds values that are not finite"):
-        adapter.save(tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
-    target = load(base)
-    with pytest.raises(ValueError, match="of the adapter holds values that are not finite"):
-        adapter.merge(target)
-    assert not target.model.layers[0].self_attn.g_proj.weight.any()
 
 
 def test_lora_fits_gates_that_are_zero_and_dora_does_not(convert):

@@ -24,7 +24,7 @@ from .output_folder import building, check_output
 from .policies import GateStart, plan_start
 from .source_rotary import plain_rotary
 from .sources import Origin, decoder_fields
-from .tensor_files import DTYPES, FileRange, is_finite, one_line, plan_shards, write_shards
+from .tensor_files import DTYPES, FileRange, check_finite, is_finite, one_line, plan_shards, write_shards
 from .tokenizer import carry_files, with_tokenizer
 
 
@@ -34,6 +34,11 @@ PART_ELEMENTS = 1 << 21
 KEPT_DTYPE = (
     "{kept} norm gains are stored in float32 and loaded in it (norms_in_fp32), since 1 + w needs more digits than "
     "{dtype} has."
+)
+
+ADAPTERS = (
+    "A LoRA or other adapter of the source does not fit as it is ({folded}): `gated-llama convert-adapter ADAPTER "
+    "GATED OUT` scales it."
 )
 
 # Names in state dicts of other code (see `state_dicts`).
@@ -227,6 +232,8 @@ def make_plan(
     if kept and dtype != torch.float32:
         config.norms_in_fp32 = True
         notes = [*notes, KEPT_DTYPE.format(kept=len(kept), dtype=str(dtype).removeprefix("torch."))]
+    if start.fold and not imported:
+        notes = [*notes, ADAPTERS.format(folded=", ".join(f"{name} x {c:g}" for name, c in start.fold.items()))]
     plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes) + added + rotary_notes)
     check_tensors(plan, record.dropped_tensors)
     return plan
@@ -388,8 +395,7 @@ class Stream:
 
 def convert_part(name: str, part: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
     """`part * factor`, rounded once to `dtype`; ValueError for values that are not finite before or after."""
-    if not is_finite(part):
-        raise ValueError(f"Tensor {name!r} of the source holds values that are not finite (nan or inf).")
+    check_finite(name, part, "the source")
     if part.dtype == dtype and factor == 1:
         return part.contiguous()
     result = part.to(torch.promote_types(part.dtype, dtype))

@@ -1,7 +1,6 @@
 """Export of a gated checkpoint to an architecture that engines serve: tensor by tensor, proven before it appears."""
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -34,7 +33,7 @@ from .output_folder import building, check_output
 from .parity import Parity, compare
 from .rewriting import Recipe, Rewriting, storable_eps
 from .targets import Target, features, get_targets, require_served_cell
-from .tensor_files import is_finite, one_line, write_shards
+from .tensor_files import check_finite, is_finite, one_line, write_json, write_shards
 from .text_ends import gguf_ends, write_token_ids
 from .tokenizer import carry_files
 
@@ -367,7 +366,7 @@ def write_config(plan: ExportPlan, folder: Path):
         **plan.target.config(plan.config),
         "torch_dtype" if plan.target.name == "paper" else "dtype": str(plan.dtype).removeprefix("torch."),
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
 
 
 def read_rounded(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -379,8 +378,7 @@ def read_rounded(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch
     Raises: ValueError for values that are not finite, before or after.
     """
     tensor = checkpoint.reader.read(name)
-    if not is_finite(tensor):
-        raise ValueError(f"Tensor {name!r} of the source holds values that are not finite (nan or inf).")
+    check_finite(name, tensor, "the source")
     return checked(name, tensor.to(dtype)).float()
 
 

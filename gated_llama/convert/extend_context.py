@@ -1,7 +1,6 @@
 """A longer context without training: rotary parameters are rewritten, weights stay as they are."""
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from ..hub import read_card, write_card
 from .config_file import library_config
 from .opening import download
 from .output_folder import building, check_output
-from .tensor_files import INDEX_FILE, SINGLE_FILE, read_json, read_weight_map
+from .tensor_files import INDEX_FILE, SINGLE_FILE, check_finite_file, read_json, read_weight_map, write_json
 from .tokenizer import CARRIED, TOKENIZER_CONFIG, copy_files
 
 
@@ -89,10 +88,12 @@ def extend_context(
         rope_theta: another base of the rotary frequencies; it asks for training (the paper: 10,000 to 1,000,000, and
             80B tokens).
         link: hard links instead of copies of the weights. Whoever then writes to one folder's files changes the other.
+            They are not read, so values that are not finite are refused in copies only.
         revision: branch, tag or commit of a Hub source.
 
     Raises:
-        ValueError: the request contradicts the source's configuration, or one of them is not valid.
+        ValueError: the request contradicts the source's configuration, one of them is not valid, or copied weights
+            hold nan or infinities.
         OSError: reading or writing failed. In both cases nothing is left at `output`.
     """
     if method not in METHODS:
@@ -108,8 +109,10 @@ def extend_context(
     check_rotary(config)
     changes, extension = plan_extension(raw, output, factor, method, rope_theta)
     check_windows(config, extension.length)
-    size = sum((folder / name).stat().st_size for name in weight_files(folder))
-    with building(output, 0 if link else size) as target:
+    weights = [] if link else [folder / name for name in weight_files(folder)]
+    for path in weights:
+        check_finite_file(path)
+    with building(output, sum(path.stat().st_size for path in weights)) as target:
         copy_model(folder, target, link)
         left_behind = not_carried(folder, target)
         write_json(target / "config.json", raw | changes)
@@ -287,10 +290,6 @@ def mark_card(folder: Path, extension: Extension) -> None:
             card.data.eval_results = None
             header, text = f"---\n{card.data.to_yaml()}\n---\n\n", card.text.lstrip()
     write_card(path, f"{header}{note}\n{text}")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_written(folder: Path, extension: Extension) -> None:

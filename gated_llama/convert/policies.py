@@ -145,12 +145,7 @@ def _identity(config: GatedLlamaConfig, bias: float | None, seed: int) -> GateSt
     present = {"v_proj.bias": config.qkv_bias, "k_proj.bias": config.qkv_bias, "q_proj.bias": config.qkv_bias}
     present["o_proj.bias"] = config.o_bias
     fold = {site: 1 / score for site in sites if present.get(site, True)}
-    name = sites[0].split(".")[0]
-    adapters = (
-        f"Adapters of the source that touch {name} would count {score:g} times here: `gated-llama convert-adapter` "
-        "makes them fit."
-    )
-    return GateStart("identity", fold=fold, notes=(*notes, adapters))
+    return GateStart("identity", fold=fold, notes=notes)
 
 
 def _open(config: GatedLlamaConfig, bias: float | None, seed: int) -> GateStart:

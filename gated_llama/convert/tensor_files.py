@@ -2,11 +2,12 @@
 
 import errno
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,16 +75,51 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def to_json(content: Any, *, ensure_ascii: bool = False, **options) -> str:
+    """JSON; ValueError names the place of a number that is not finite, which JSON lacks."""
+    try:
+        return json.dumps(content, allow_nan=False, ensure_ascii=ensure_ascii, **options)
+    except ValueError as error:
+        place = next(places_not_finite(content), None)
+        if place is None:
+            raise
+        raise ValueError(f"{place} is not finite (nan or inf), and nothing was written with it.") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
+
+
+def places_not_finite(content: Any, place: str = "") -> Iterator[str]:
+    """Where numbers that are not finite stand in lists and tables, such as `measures.held_out[0].kl`."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from places_not_finite(value, f"{place}.{key}".lstrip("."))
+    elif isinstance(content, (list, tuple)):
+        for index, value in enumerate(content):
+            yield from places_not_finite(value, f"{place}[{index}]")
+    elif isinstance(content, float) and not math.isfinite(content):
+        yield place
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     # The extremes carry every nan and infinity, at a tenth of the time of an elementwise test.
-    return not tensor.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
+    return tensor.numel() == 0 or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
 
 
-def check_finite(tensors: Mapping[str, torch.Tensor], whose: str) -> None:
-    """ValueError that names the first tensor with values that are not finite; whose: what they belong to."""
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not is_finite(tensor.detach()):
-            raise ValueError(f"{name} of {whose} holds values that are not finite (nan or inf): nothing is written.")
+def check_finite(name: str, tensor: torch.Tensor, owner: str) -> None:
+    """ValueError, before anything is written with it, for a tensor of `owner` that holds nan or an infinity."""
+    if not is_finite(tensor):
+        raise ValueError(f"Tensor {name!r} of {owner} holds values that are not finite (nan or inf).")
+
+
+def check_finite_file(path: Path) -> None:
+    """As `check_finite`, for every tensor of a safetensors file that is not quantised."""
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        for name in names:
+            if file.get_slice(name).get_dtype() in DTYPES:
+                check_finite(name, file.get_tensor(name), str(path))
 
 
 class SafetensorsReader:

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.utils import handle_non_serializable, make_table, setup_logging
 
-from ..convert.tensor_files import one_line
+from ..convert.tensor_files import one_line, to_json
 from ..diagnostics.figures import new_figure
 from .card import add_results, check_folder
 from .compare import Comparison, compare
@@ -142,7 +142,7 @@ def _tables(results: dict[str, Any], with_config: bool) -> str:
 
 def _as_json(results: dict[str, Any]) -> str:
     shown = {key: value for key, value in results.items() if key != "samples"}
-    return json.dumps(shown, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    return to_json(shown, indent=2, default=handle_non_serializable)
 
 
 def _probe_line(report: dict[str, Any]) -> str:

@@ -175,6 +175,12 @@ class GatedLlamaLM(HFLM):
             self.AUTO_MODEL_CLASS = WholeModel
         super()._create_model(*arguments, **options)
 
+    def _model_call(self, *arguments, **options) -> torch.Tensor:
+        logits = super()._model_call(*arguments, **options)
+        if logits.max().isnan():  # any one of them
+            raise ValueError(f"{type(self.model).__name__} gives nan as logits: look at its weights.")
+        return logits
+
     # Tokens of a request
 
     def begin(self, ids: list[int]) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..convert.extend_context import extend_context, find_folder
+from ..convert.tensor_files import to_json
 from .command import guarded
 from .compare import digests, require_same_ids
 from .harness import GatedLlamaLM, TruncationError
@@ -206,7 +207,7 @@ def to_dict(ruler: Ruler) -> dict[str, Any]:
 def write(ruler: Ruler, folder: Path) -> None:
     """ruler.json and ruler.md in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ruler.json").write_text(json.dumps(to_dict(ruler), indent=1) + "\n", encoding="utf-8")
+    (folder / "ruler.json").write_text(to_json(to_dict(ruler), indent=1) + "\n", encoding="utf-8")
     (folder / "ruler.md").write_text(to_markdown(ruler), encoding="utf-8")
 
 
