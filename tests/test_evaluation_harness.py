@@ -340,6 +340,16 @@ def test_gates_that_loading_would_lose_are_refused(random_gates, tmp_path):
         GatedLlamaLM(str(folder), **CPU)
 
 
+def test_a_model_that_computes_no_numbers_has_no_scores(identity):
+    """Of log-likelihoods that are nan, the largest is any one."""
+    lm = GatedLlamaLM(identity, **CPU)
+    lm.model.get_parameter("model.norm.weight").data[0] = float("nan")
+    with pytest.raises(ValueError, match="gives nan as logits"):
+        lm.loglikelihood([request("loglikelihood", "Once", " upon")])
+    with pytest.raises(ValueError, match="gives nan as logits"):
+        lm.loglikelihood_rolling([request("loglikelihood_rolling", "Once upon a time")])
+
+
 def test_none_scores_from_the_second_token(identity):
     lm = GatedLlamaLM(identity, bos="none", **CPU)
     prefix, tokens = lm.rolling_ids(TEXT)

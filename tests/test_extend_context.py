@@ -8,6 +8,7 @@ import pytest
 import torch
 import typer
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -227,6 +228,20 @@ def test_fields_of_earlier_versions_are_kept_in_step(scaling, source, tmp_path):
     assert raw["rope_scaling"] == {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": LENGTH}
     assert raw["rope_theta"] == 10000.0
     assert raw["rope_parameters"] == yarn(4, original_max_position_embeddings=LENGTH)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite(value, source, tmp_path):
+    """Copies are read anyway; links are not, and so they are not looked at."""
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][1] = value
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"'model\.norm\.weight' of .*model\.safetensors holds values that are not finite"
+    ):
+        extend_context(source, tmp_path / "out", factor=4)
+    assert not (tmp_path / "out").exists()
+    extend_context(source, tmp_path / "linked", factor=4, link=True)
 
 
 def test_links_share_the_weights(source, tmp_path):

@@ -21,7 +21,7 @@ import torch
 from peft import get_peft_model
 from retrofit_runs import ALL_LOSSES, STORIES, prepare, run, settings, steps
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM
 from gated_llama.convert import convert_checkpoint
@@ -281,6 +281,25 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(workshop, 
     saved = load_file(folder / "broken" / "checkpoint-2" / "model.safetensors")
     assert all(value.isfinite().all() for value in saved.values())
     assert not (folder / "broken" / "checkpoint-3").exists()
+
+
+@pytest.mark.parametrize("saving", ["no", "steps"])
+def test_weights_that_are_no_numbers_are_not_saved(saving, workshop, monkeypatch):
+    """The last step's update has been through no loss: neither a checkpoint nor the result may hold it."""
+    folder, recipe = workshop
+    training = recipe["training"] | {"max_steps": 2, "save_strategy": saving, "save_steps": 1}
+    chosen = settings(folder, recipe, output=str(folder / f"spoilt-{saving}"), training=training)
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            if state.global_step == 2:
+                model.get_parameter("model.layers.1.self_attn.g_proj.weight").data[0, 0] = float("nan")
+
+    monkeypatch.setattr("gated_llama.retrofit.training.Told", lambda progress: Spoil())
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.g_proj\.weight' of the model after step 2 holds"):
+        train(chosen, progress=lambda *told: None)
+    written = {path.parent.name for path in (folder / f"spoilt-{saving}").rglob("model.safetensors")}
+    assert written == ({"checkpoint-1"} if saving == "steps" else set())
 
 
 def test_what_is_watched_is_no_number(workshop, monkeypatch):
