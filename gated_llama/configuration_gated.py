@@ -13,6 +13,7 @@
 # limitations under the License.
 """Configuration of a Llama/Qwen-style decoder with a gate in its attention (Gated Attention, arXiv 2505.06708)."""
 
+import operator
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -40,7 +41,7 @@ GATE_SITES = {
     "dense_output": (None, "hidden_size"),
 }
 
-# Both files travel with every checkpoint, and every Auto class finds its own in config.json, whichever head was saved.
+# Every Auto class finds its own in config.json, whichever head was saved; these files travel with every checkpoint.
 AUTO_MAP = {
     "AutoConfig": "configuration_gated.GatedLlamaConfig",
     "AutoModel": "modeling_gated.GatedLlamaModel",
@@ -49,6 +50,58 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_gated.GatedLlamaForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_gated.GatedLlamaForQuestionAnswering",
 }
+OWN_FILES = ("configuration_gated", "parts_gated", "checkpoint_gated", "modeling_gated")
+
+# Names by which other architectures describe what this decoder lacks or calls otherwise: ignoring one would build
+# another model than was meant. With each, what to say instead, and which values say what the decoder does anyway.
+FOREIGN_FIELDS = (
+    (
+        "num_experts num_local_experts n_routed_experts moe_num_experts n_shared_experts num_experts_per_tok "
+        "moe_intermediate_size shared_expert_intermediate_size router_aux_loss_coef",
+        "this decoder has no experts",
+        operator.not_,
+    ),
+    (
+        "gating attn_output_gate attention_output_gate headwise_attn_output_gate elementwise_attn_output_gate "
+        "use_head_wise_attn_gate",
+        "a gate is declared by gate_position, gate_granularity and gate_activation",
+        operator.not_,
+    ),
+    ("attention_bias use_bias", "biases are declared by qkv_bias, o_bias and mlp_bias", operator.not_),
+    ("use_qk_norm qk_layernorm", "norms of queries and keys are declared by qk_norm", operator.not_),
+    (
+        "sliding_window_pattern full_attention_interval",
+        "windows are declared by sliding_window and layer_types",
+        operator.not_,
+    ),
+    ("hidden_activation", "the activation of the MLP is declared by hidden_act", operator.not_),
+    ("no_rope_layers", "every layer of this decoder has rotary positions", lambda layers: all(layers or ())),
+    ("q_lora_rank kv_lora_rank", "this decoder has no latent attention", operator.not_),
+    ("linear_num_key_heads linear_num_value_heads", "this decoder has no linear attention", operator.not_),
+    ("attn_logit_softcapping final_logit_softcapping clip_qkv", "this decoder caps nothing", operator.not_),
+    ("attention_multiplier query_pre_attn_scalar", "attention is scaled by head_dim ** -0.5", operator.not_),
+    (
+        "embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb",
+        "this decoder scales neither embeddings, residuals nor logits",
+        lambda factor: factor in (None, 1),
+    ),
+)
+
+
+def file_of(reference: str) -> str:
+    """The module that a reference of an `auto_map` names: "REPOSITORY--MODULE.CLASS" or "MODULE.CLASS"."""
+    return reference.rsplit("--", 1)[-1].split(".", 1)[0]
+
+
+def refuse_foreign(fields: dict):
+    """Raises ValueError for fields, name -> value, that this decoder would ignore although they mean something."""
+    if unknown := sorted(name for name in fields if name.startswith("gate_")):
+        known = [name for name in GatedLlamaConfig.__dataclass_fields__ if name.startswith("gate_")]
+        raise ValueError(f"Unknown gate fields {unknown}: the fields of a gate are {known}.")
+    for names, instead, harmless in FOREIGN_FIELDS:
+        for name in set(names.split()) & set(fields):
+            if not harmless(fields[name]):
+                raise ValueError(f"{name}={fields[name]!r} would be ignored: {instead}.")
 
 
 @strict
@@ -61,6 +114,7 @@ class GatedLlamaConfig(PreTrainedConfig):
     Args:
         qkv_bias, o_bias, mlp_bias (`bool`): biases of q/k/v_proj, of o_proj and of the MLP.
         qk_norm (`bool`): RMSNorm per head on queries and keys, before rotary (Qwen3).
+        norms_in_fp32 (`bool`): keep the gains of all norms in fp32: those of an import, 1 + w, need the digits.
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer; the default
             is sliding everywhere when `sliding_window` is set and full everywhere otherwise.
         gate_position (*optional*): the gated tensor: `"sdpa_output"` (G1), `"value"` (G2), `"key"` (G3), `"query"`
@@ -74,8 +128,9 @@ class GatedLlamaConfig(PreTrainedConfig):
         gate_bias (`bool`): bias of the gate projection.
         gate_layers (`list[int]`, *optional*): the gated layers; `None` for all.
         gate_init: how gate weights that are in no checkpoint start: `"normal"` (std `initializer_range`) or `"zeros"`.
-        gate_in_fp32 (`bool`): keep the gate's weights, logits and activation in fp32. The default computes them in the
-            dtype of the activations, as Qwen3-Next and vLLM do.
+        gate_in_fp32 (`bool`): build and load the gate's weights in fp32, and compute logits and activation in it,
+            also from weights that a cast of the model has rounded. The default computes them in the dtype of the
+            activations, as Qwen3-Next and vLLM do.
         sdpa_output_norm (`bool`): RMSNorm per head on the attention output (the paper's control, Table 3).
         gate_retrofit (`dict`, *optional*): what a conversion wrote and folded; written by the converter.
 
@@ -114,6 +169,7 @@ class GatedLlamaConfig(PreTrainedConfig):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norms_in_fp32: bool = False
     sliding_window: int | None = None
     layer_types: list[str] | None = None
 
@@ -134,9 +190,7 @@ class GatedLlamaConfig(PreTrainedConfig):
     gate_retrofit: dict | None = None
 
     def __post_init__(self, **kwargs):
-        if unknown := sorted(name for name in kwargs if name.startswith("gate_")):
-            known = [name for name in self.__dataclass_fields__ if name.startswith("gate_")]
-            raise ValueError(f"Unknown gate fields {unknown}: the fields of a gate are {known}.")
+        refuse_foreign(kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -144,12 +198,13 @@ class GatedLlamaConfig(PreTrainedConfig):
         if self.layer_types is None:
             kind = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [kind] * self.num_hidden_layers
-        # A map that names another repository (remote code of an earlier generation) must not survive a save.
-        kwargs.pop("auto_map", None)
+        # Derived classes keep their entries; ours name the files beside config.json, not in another repository.
+        given = kwargs.pop("auto_map", None) or {}
+        derived = {name: each for name, each in given.items() if file_of(str(each)) not in OWN_FILES}
         # An attribute, and before the parent's turn: the library and its quantisers add rules of their own.
         self.base_model_tp_plan = self._parallel_plan()
         super().__post_init__(**kwargs)
-        self.auto_map = dict(AUTO_MAP)
+        self.auto_map = AUTO_MAP | derived
 
     def __setattr__(self, name, value):
         if name == "gate_position":
@@ -166,7 +221,29 @@ class GatedLlamaConfig(PreTrainedConfig):
                 "gates from nothing. Convert it first: `gated-llama convert SOURCE OUT` "
                 "(pip install gated-llama), then load OUT."
             )
+        writer = (config_dict.get("auto_map") or {}).get("AutoConfig") or AUTO_MAP["AutoConfig"]
+        if cls.__module__ == __name__ and file_of(writer) not in OWN_FILES:
+            raise ValueError(
+                f"This configuration was written by {writer!r}, a class derived from {cls.__name__}: load it with "
+                "that class. If Auto classes shall find it, give it a model_type of its own and register it."
+            )
         return super().from_dict(config_dict, **kwargs)
+
+    @staticmethod
+    def _check_received_keys(rope_type, received_keys, required_keys, optional_keys=None, ignore_keys=None):
+        """The library's check of the rotary keys of one type, where a key that is not read is an error, no warning."""
+        allowed = required_keys | (optional_keys or set()) | (ignore_keys or set())
+        allowed |= {"rope_type", "partial_rotary_factor", "original_max_position_embeddings"}
+        remarks = {"type", "finetuned"}  # older names that no code reads
+        for fault, keys in (
+            ("lack", required_keys - received_keys),
+            ("have keys that are not read,", received_keys - allowed - remarks),
+        ):
+            if keys:
+                raise ValueError(
+                    f"rope_parameters of type {rope_type!r} {fault} {sorted(keys)}: the keys of this type are "
+                    f"{sorted(allowed)}."
+                )
 
     def _parallel_plan(self) -> dict[str, str]:
         plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")}
@@ -203,6 +280,13 @@ class GatedLlamaConfig(PreTrainedConfig):
         if self.gate_position is None:
             return []
         return sorted(self.gate_layers) if self.gate_layers is not None else list(range(self.num_hidden_layers))
+
+    @property
+    def kept_in_fp32(self) -> set[str]:
+        """Names, or parts of names, of the modules and parameters that are fp32 in a model of half precision."""
+        gate = {"hidden_states": "g_proj", "constant": "g_param"}.get(self.gate_input)
+        kept = {gate} if gate and self.gate_in_fp32 and self.gated_layers else set()
+        return kept | {"norm"} if self.norms_in_fp32 else kept
 
     @property
     def gate_shape(self) -> tuple[int, int] | None:
@@ -252,6 +336,20 @@ class GatedLlamaConfig(PreTrainedConfig):
         if nested := sorted(set(self.rope_parameters) & set(self.layer_types)):
             raise ValueError(
                 f"rope_parameters are given per layer type ({nested}); this decoder has one rotary embedding for all."
+            )
+
+    def validate_fields(self):
+        """Part of `@strict`-powered validation: no attribute means something that the decoder ignores."""
+        others = {name: value for name, value in vars(self).items() if name not in self.__dataclass_fields__}
+        refuse_foreign(others)
+        # Qwen's: the window is off unless the first says otherwise, and only layers from the second on have it.
+        if self.sliding_window is not None and (
+            others.get("use_sliding_window", True) is False or others.get("max_window_layers")
+        ):
+            raise ValueError(
+                f"sliding_window={self.sliding_window} beside use_sliding_window={others.get('use_sliding_window')} "
+                f"and max_window_layers={others.get('max_window_layers')}, which would be ignored: name the sliding "
+                "layers in layer_types, or set sliding_window=None."
             )
 
     def validate_gate(self):

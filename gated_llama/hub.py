@@ -75,11 +75,22 @@ def card_rows(config: GatedLlamaConfig) -> dict[str, str]:
     }
     if fold := record.get("fold"):
         rows["folded"] = ", ".join(f"`{site}` times {factor:g}" for site, factor in fold.items()) + ", in gated layers"
+    if adapters := adapters_of_the_source(record):
+        rows["adapters of the ungated model"] = adapters
     if left := heads_at_identity(record.get("identity_heads"), config.num_attention_heads):
         rows["heads at the identity"] = f"layer/head {left}; their columns of `o_proj.weight` are doubled"
     if record.get("policy") == "transplant":
         rows["first token"] = "none: texts are read without the token that carried the sink"
     return rows
+
+
+def adapters_of_the_source(record: dict) -> str | None:
+    """What to do with PEFT adapters of the ungated model; None where they fit as they are, or there is none."""
+    if record.get("policy") == "transplant":
+        return "do not fit: merge them into it and transplant the result"
+    if record.get("policy") == "identity" and record.get("fold"):
+        return "fit after `gated-llama convert-adapter ADAPTER MODEL OUT`, which scales them; not as they are"
+    return None
 
 
 def heads_at_identity(left: dict[str | int, list[int]] | None, heads: int) -> str:
@@ -90,13 +101,22 @@ def heads_at_identity(left: dict[str | int, list[int]] | None, heads: int) -> st
     return " ".join(f"{layer}/{names[layer]}" for layer in sorted(names) if names[layer])
 
 
+def read_card(path: Path) -> str:
+    """A card's text; bytes that are not UTF-8, in a card that others wrote, are given back by `write_card`."""
+    return path.read_bytes().decode("utf-8-sig", errors="surrogateescape")
+
+
+def write_card(path: Path, text: str) -> None:
+    path.write_bytes(text.encode("utf-8", errors="surrogateescape"))
+
+
 def source_metadata(folder: Path | None) -> dict:
     """Licence and languages that the card in `folder` states, if it has one that can be read."""
     path = folder / "README.md" if folder else None
     if path is None or not path.is_file():
         return {}
     try:
-        stated = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+        stated = ModelCard(read_card(path), ignore_metadata_errors=True).data.to_dict()
     except Exception:  # metadata of a README is written by hand; a bad one is no reason not to convert
         return {}
     return {key: stated[key] for key in INHERITED if stated.get(key)}

@@ -17,11 +17,11 @@ Everything but the attention, the partial rotary and the classes that assemble t
 Qwen3 or Llama part, so each library version brings its own cache, mask and checkpointing conventions.
 """
 
-import re
-from pathlib import Path
+from functools import wraps
 
 import torch
 from torch import nn
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -29,104 +29,43 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3ForCausalLM,
     Qwen3Model,
     Qwen3PreTrainedModel,
-    Qwen3RMSNorm,
-    apply_rotary_pos_emb,
     eager_attention_forward,
 )
 from transformers.utils import logging
 from transformers.utils.output_capturing import OutputRecorder
 from transformers.utils.versions import require_version
 
+from .checkpoint_gated import StrictCheckpoints
 from .configuration_gated import GatedLlamaConfig
+from .parts_gated import (
+    AttentionGate,
+    GatedBaseModelOutputWithPast,
+    GatedCausalLMOutputWithPast,
+    GatedLlamaRMSNorm,
+    GatedLlamaRotaryEmbedding,
+    GatedQuestionAnsweringModelOutput,
+    GatedSequenceClassifierOutputWithPast,
+    GatedTokenClassifierOutput,
+    GateProjection,
+    at_least_fp32,
+    documents_leak,
+    returning_gate_scores,
+    rms_norm,
+    rotate,
+    sum_over_ranks,
+)
 
 
 logger = logging.get_logger(__name__)
 
 # The pins of a package do not reach those who load this file from the Hub.
 require_version("transformers>=5.17.0", "gated_llama models need it: pip install -U 'transformers>=5.17.0'")
-
-
-def ns_sigmoid(logits: torch.Tensor) -> torch.Tensor:
-    """Non-sparse sigmoid, 0.5 + 0.5 sigmoid(u), range (0.5, 1): the paper's control without small scores (Table 4)."""
-    return 0.5 + 0.5 * torch.sigmoid(logits)
-
-
-def identity(logits: torch.Tensor) -> torch.Tensor:
-    """u itself; a function with a name, which a pickled model needs."""
-    return logits
-
-
-GATE_ACTIVATIONS = {
-    "sigmoid": torch.sigmoid,
-    "silu": nn.functional.silu,
-    "identity": identity,
-    "ns_sigmoid": ns_sigmoid,
-}
-
-
-def sum_over_ranks(gradient: torch.Tensor, mesh) -> torch.Tensor:
-    """Under tensor parallelism each rank applies a shared score to its own heads only: the gradients add up."""
-    total = gradient.clone(memory_format=torch.contiguous_format)
-    torch.distributed.all_reduce(total, group=mesh.get_group())
-    return total
-
-
-class GateProjection(nn.Linear):
-    """x W_g + b. A marker, so that initialisation and tools find gates; quantisers and adapters see a plain Linear."""
-
-
-class AttentionGate(nn.Module):
-    """
-    Applies gate logits to the gated tensor and returns both the result and the scores.
-
-    `states * act(logits)` or `states + act(logits)`; logits are averaged over heads first when the gate is shared.
-
-    Shapes: states [batch, seq, heads, width]; logits broadcastable to it (width 1 when headwise); the result has the
-    shape and dtype of states; scores have the shape of logits, with one head when shared.
-    """
-
-    def __init__(self, config: GatedLlamaConfig):
-        super().__init__()
-        self.activation = GATE_ACTIVATIONS[config.gate_activation]
-        self.multiplies = config.gate_operation == "multiply"
-        self.head_shared = config.gate_head_shared
-        self.in_fp32 = config.gate_in_fp32
-
-    def forward(self, states: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.in_fp32:
-            logits = logits.float()
-        if self.head_shared:
-            logits = logits.mean(dim=-2, keepdim=True)
-        scores = self.activation(logits)
-        gated = states * scores if self.multiplies else states + scores
-        # A view fails where a score that does not fit (one for more heads than there are) would widen the states.
-        return gated.to(states.dtype).view(states.shape), scores
-
-
-class GatedLlamaRotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's rotary embedding; the default type also reads `partial_rotary_factor`, as the scaled types do."""
-
-    @staticmethod
-    def compute_default_rope_parameters(config: GatedLlamaConfig, device=None, **kwargs) -> tuple[torch.Tensor, float]:
-        """theta^(-2i/r) for i < r/2, with r = head_dim * partial_rotary_factor: [r / 2], and the scaling 1."""
-        width = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, width, 2, dtype=torch.float) / width
-        return (1.0 / (config.rope_parameters["rope_theta"] ** exponents)).to(device), 1.0
-
-
-def rotate(query, key, cos, sin):
-    """Rotates the first `cos.shape[-1]` coordinates of heads [batch, heads, seq, head_dim]; the rest pass."""
-    width = cos.shape[-1]
-    if width == query.shape[-1]:
-        return apply_rotary_pos_emb(query, key, cos, sin)
-    rotated = apply_rotary_pos_emb(query[..., :width], key[..., :width], cos, sin)
-    return tuple(torch.cat([r, states[..., width:]], dim=-1) for r, states in zip(rotated, (query, key), strict=True))
 
 
 class GatedLlamaAttention(nn.Module):
@@ -157,22 +96,22 @@ class GatedLlamaAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, key_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, key_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_width, hidden, bias=config.o_bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.sdpa_norm = (
-            Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.sdpa_output_norm else nn.Identity()
-        )
+        self.q_norm = rms_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = rms_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
+        self.sdpa_norm = rms_norm(config, self.head_dim) if config.sdpa_output_norm else nn.Identity()
         self.gate_position = config.gate_position if layer_idx in config.gated_layers else None
         if self.gate_position is not None:
             self._build_gate(config)
 
     def _build_gate(self, config: GatedLlamaConfig):
         heads, width = config.gate_shape
+        dtype = at_least_fp32() if config.gate_in_fp32 else None
         self.attn_gate = AttentionGate(config)
         if config.gate_input == "hidden_states":
-            self.g_proj = GateProjection(config.hidden_size, heads * width, bias=config.gate_bias)
+            self.g_proj = GateProjection(config.hidden_size, heads * width, bias=config.gate_bias, dtype=dtype)
+            self.g_proj.in_fp32 = config.gate_in_fp32
         elif config.gate_input == "constant":
-            self.g_param = nn.Parameter(torch.zeros(heads, width))
+            self.g_param = nn.Parameter(torch.zeros(heads, width, dtype=dtype))
 
     def _gate(self, position: str, states: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Gates `states` [batch, seq, heads, width] if this is the configured position, else returns them."""
@@ -189,7 +128,7 @@ class GatedLlamaAttention(nn.Module):
         weight = getattr(self.g_proj, "weight", None)  # some quantised projections have none
         if self.config.gate_in_fp32 and isinstance(weight, torch.Tensor) and weight.is_floating_point():
             with torch.autocast(hidden_states.device.type, enabled=False):
-                logits = self.g_proj(hidden_states.to(weight.dtype))
+                logits = self.g_proj(hidden_states)
         else:
             logits = self.g_proj(hidden_states)
         mesh = getattr(weight, "device_mesh", None)
@@ -255,12 +194,12 @@ class GatedLlamaDecoderLayer(Qwen3DecoderLayer):
         self.hidden_size = config.hidden_size
         self.self_attn = GatedLlamaAttention(config, layer_idx)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = rms_norm(config, config.hidden_size)
+        self.post_attention_layernorm = rms_norm(config, config.hidden_size)
 
 
-class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
-    """Loading, saving and initialisation: gate weights are never invented for a checkpoint that lacks them."""
+class GatedLlamaPreTrainedModel(StrictCheckpoints, Qwen3PreTrainedModel):
+    """Initialisation, loading and saving: no weight is invented for a checkpoint that lacks it."""
 
     config: GatedLlamaConfig
     _no_split_modules = ["GatedLlamaDecoderLayer"]
@@ -283,29 +222,6 @@ class GatedLlamaPreTrainedModel(Qwen3PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in the parent; raises ValueError when the attention weights in the file are not those of the config."""
-        for name in ("modeling_gated.py", "configuration_gated.py"):
-            code, own = Path(pretrained_model_name_or_path or "", name), Path(__file__).with_name(name)
-            if code.is_file() and own.is_file() and code.read_bytes() != own.read_bytes():
-                logger.warning(f"{code.parent} carries a {name} that differs from {own}, which loads it.")
-        wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        gate = re.compile(r"\.self_attn\.(g_proj\.(weight|bias)|g_param)$")
-        for fault, keys in (
-            ("has no weights for a part of its attention", [k for k in info["missing_keys"] if ".self_attn." in k]),
-            ("has other shapes", [key for key, *_ in info["mismatched_keys"] if ".self_attn." in key]),
-            ("has gates that its config does not declare", list(filter(gate.search, info["unexpected_keys"]))),
-        ):
-            if keys:
-                raise ValueError(
-                    f"{pretrained_model_name_or_path} {fault}: {len(keys)} tensors, the first {min(keys)!r}. Loading "
-                    "does not invent or drop gates: convert a checkpoint that has none with "
-                    "`gated-llama convert SOURCE OUT` (pip install gated-llama)."
-                )
-        return (model, info) if wants_info else model
-
 
 class GatedLlamaModel(GatedLlamaPreTrainedModel, Qwen3Model):
     """The decoder. `output_gate_scores=True` adds `gate_scores`: one tensor per gated layer, see AttentionGate."""
@@ -319,19 +235,62 @@ class GatedLlamaModel(GatedLlamaPreTrainedModel, Qwen3Model):
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList([GatedLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = rms_norm(config, config.hidden_size)
         self.rotary_emb = GatedLlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.has_sliding_layers = "sliding_attention" in config.layer_types
-        if config.gate_in_fp32:
-            self._keep_in_fp32_modules_strict = {"g_proj", "g_param"}
+        self._keep_in_fp32_modules_strict = config.kept_in_fp32
+        if config.kept_in_fp32:
+            # FSDP takes weights of one dtype: those in float32 get a group of their own.
+            kept = {type(m).__name__ for m in self.modules() if isinstance(m, (GateProjection, GatedLlamaRMSNorm))}
+            self._no_split_modules = [*self._no_split_modules, *sorted(kept)]
         self.post_init()
 
+    @wraps(Qwen3Model.forward)
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, *args, **kwargs):
+        for_head = kwargs.pop("gate_scores", None)
+        wanted = kwargs.get("output_gate_scores", getattr(self.config, "output_gate_scores", False))
+        if wanted:
+            self._refuse_reentrant_checkpointing()
+        cache = args[0] if args else kwargs.get("cache", kwargs.get("past_key_values"))
+        caching = cache is not None or self._makes_a_cache(kwargs.get("use_cache"))
+        if documents_leak(self.config._attn_implementation, attention_mask, position_ids, caching):
+            logger.warning_once(
+                "position_ids restart, but an attention mask or a cache keeps Transformers from separating the packed "
+                "documents: they attend to each other. Leave the mask out and set use_cache=False."
+            )
+        outputs = super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
+        if wanted and isinstance(outputs, dict):
+            if "gate_scores" not in outputs:
+                raise ValueError(
+                    f"Transformers records nothing in a {type(self).__name__}: it knows a class by its name, which "
+                    "FSDP changes. Shard the layers and the model with its head, not the decoder between them."
+                )
+            outputs = GatedBaseModelOutputWithPast(**outputs)
+        if for_head is not None:
+            for_head.recorded = outputs.gate_scores
+        return outputs
 
-class GatedLlamaForCausalLM(GatedLlamaPreTrainedModel, Qwen3ForCausalLM):
+    def _checkpoints(self) -> bool:
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+
+    def _makes_a_cache(self, use_cache: bool | None) -> bool:
+        return (self.config.use_cache if use_cache is None else use_cache) and not self._checkpoints()
+
+    def _refuse_reentrant_checkpointing(self):
+        checkpoint = getattr(self, "_gradient_checkpointing_func", None)
+        if self._checkpoints() and getattr(checkpoint, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "Gate scores have no gradient under reentrant checkpointing: enable it with use_reentrant=False, or "
+                "leave output_gate_scores out."
+            )
+
+
+class GatedLlamaForCausalLM(GatedLlamaPreTrainedModel, Qwen3ForCausalLM, GenerationMixin):
     """The decoder with a language-modelling head; the forward is the parent's."""
 
     _auto_class = "AutoModelForCausalLM"
+    forward = returning_gate_scores(Qwen3ForCausalLM.forward, GatedCausalLMOutputWithPast)
 
     def __init__(self, config: GatedLlamaConfig):
         super(Qwen3ForCausalLM, self).__init__(config)
@@ -349,6 +308,7 @@ class GatedLlamaForSequenceClassification(GenericForSequenceClassification, Gate
     """The decoder with a classifier on the last real token."""
 
     _auto_class = "AutoModelForSequenceClassification"
+    forward = returning_gate_scores(GenericForSequenceClassification.forward, GatedSequenceClassifierOutputWithPast)
 
     def __init__(self, config: GatedLlamaConfig):
         GatedLlamaPreTrainedModel.__init__(self, config)
@@ -362,6 +322,7 @@ class GatedLlamaForTokenClassification(GenericForTokenClassification, GatedLlama
     """The decoder with a classifier on every token."""
 
     _auto_class = "AutoModelForTokenClassification"
+    forward = returning_gate_scores(GenericForTokenClassification.forward, GatedTokenClassifierOutput)
 
     def __init__(self, config: GatedLlamaConfig):
         GatedLlamaPreTrainedModel.__init__(self, config)
@@ -377,6 +338,7 @@ class GatedLlamaForQuestionAnswering(GenericForQuestionAnswering, GatedLlamaPreT
     """The decoder with a head for the start and the end of an answer."""
 
     _auto_class = "AutoModelForQuestionAnswering"
+    forward = returning_gate_scores(GenericForQuestionAnswering.forward, GatedQuestionAnsweringModelOutput)
 
     def __init__(self, config: GatedLlamaConfig):
         GatedLlamaPreTrainedModel.__init__(self, config)

@@ -1,8 +1,10 @@
 """Holds the gates of a loaded model at chosen scores, for debugging and for asking what the gates carry."""
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -11,6 +13,11 @@ from .configuration_gated import GatedLlamaConfig
 
 
 GATE_NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.attn_gate$")
+
+OTHER_THREAD = "Another thread holds the gates of this model: give each thread a copy.deepcopy of it, or take turns."
+
+# The lock of a model, under its first gate.
+_held: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -30,16 +37,21 @@ def gate_override(
             [heads, 1]; or a mapping from layer index to either, which leaves the other layers as they are.
 
     Contexts nest, the inner one has the last word on the layers that it names, and leaving one restores what was there
-    before, also after an exception.
+    before, also after an exception. They belong to one model and one thread: meanwhile, another thread can neither
+    enter one on this model nor run it.
 
     Raises:
-        ValueError: the model has no gates, a layer that is named has none, or a value does not fit the gated tensor.
+        ValueError: the model has no gates, a layer that is named has none, a value does not fit the gated tensor, or
+            another thread is inside such a context.
     """
     gates, config = _gates_of(model)
     values = dict(value) if isinstance(value, Mapping) else dict.fromkeys(gates, value)
     if ungated := sorted(set(values) - set(gates), key=str):
         raise ValueError(f"Layers {ungated} have no gate; the gated layers are {sorted(gates)}.")
     activations = {layer: _constant(_fitting(score, config)) for layer, score in values.items()}
+    lock = _held.setdefault(gates[min(gates)], threading.RLock())
+    if not lock.acquire(blocking=False):
+        raise ValueError(OTHER_THREAD)
     previous = {layer: gates[layer].activation for layer in activations}
     try:
         for layer, activation in activations.items():
@@ -48,6 +60,7 @@ def gate_override(
     finally:
         for layer, activation in previous.items():
             gates[layer].activation = activation
+        lock.release()
 
 
 def neutral_scores(config: GatedLlamaConfig) -> float | dict[int, torch.Tensor]:
@@ -106,10 +119,18 @@ def _fitting(value: float | torch.Tensor, config: GatedLlamaConfig) -> torch.Ten
 
 
 def _constant(score: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """An activation that is `score` everywhere."""
+    """An activation that is `score` everywhere, for the thread that makes it."""
+    owner = threading.get_ident()
 
     def activation(logits: torch.Tensor) -> torch.Tensor:
+        # Compiled code cannot ask, and activation checkpointing runs a forward again in the threads of autograd.
+        if not torch.compiler.is_compiling() and threading.get_ident() != owner and not _in_backward():
+            raise ValueError(OTHER_THREAD)
         fixed = score.to(logits.device, logits.dtype)
         return fixed.expand(torch.broadcast_shapes(fixed.shape, logits.shape))
 
     return activation
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -17,15 +17,18 @@ import typer
 from .console import INTERRUPTED, err, quiet, report_error
 
 
-COMMANDS = ("convert", "verify", "inspect", "diagnose", "export", "extend_context", "eval", "train", "demo")
+COMMANDS = (
+    *("convert", "verify", "inspect", "diagnose", "export"),
+    *("extend_context", "convert_adapter", "eval", "train", "demo"),
+)
 DEBUG_VARIABLE = "GATED_LLAMA_DEBUG"
 
 app = typer.Typer(
     help="Gated Attention for Hugging Face Transformers: convert checkpoints, prove them equal, look inside, "
     "train on, evaluate, export.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables break the names of choices, and lines of a pipe
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -36,8 +39,9 @@ def _show_version(wanted: bool):
         raise typer.Exit()
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     debug: Annotated[
         bool, typer.Option("--debug", envvar=DEBUG_VARIABLE, help="Show tracebacks and library messages.")
     ] = False,
@@ -49,6 +53,9 @@ def options(
         os.environ[DEBUG_VARIABLE] = "1"
     else:
         quiet()
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 for _name in COMMANDS:

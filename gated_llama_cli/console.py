@@ -3,9 +3,10 @@
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -17,10 +18,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+for console in (out, err):
+    console.soft_wrap = not console.is_terminal  # a line in a pipe is a line, whatever its length
 INTERRUPTED = 130  # what typer, and a shell, make of Ctrl-C
 
 
@@ -66,23 +70,47 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def facts(title: str, rows: list[tuple[str, str]]) -> Table:
-    """A table of names and what is to be said of them."""
-    table = Table(title=escape(title), title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, escape(value))
-    return table
+class Listing:
+    """
+    Rows under a title: a table in a terminal, where long cells go on below; elsewhere a line for each row, in whole.
+
+    rows: cells are strings, or `Text` where they have a style. headings: none where the first column names the second.
+    left: columns of words; those behind hold numbers.
+    """
+
+    def __init__(self, title: str, rows: Sequence[Sequence[str | Text]], headings: Sequence[str] = (), left: int = 1):
+        self.title, self.rows, self.headings, self.left = title, rows, headings, left
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.table() if console.is_terminal else self.lines()
+
+    def table(self) -> Table:
+        title = Text(self.title, style="table.title")
+        table = Table(title=title, title_justify="left", show_header=bool(self.headings))
+        for index, heading in enumerate(self.headings or ("", "")):
+            style = "" if index or self.headings else "bold"
+            justify = "left" if index < self.left else "right"
+            table.add_column(Text(heading), style=style, justify=justify, overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        return table
+
+    def lines(self) -> Text:
+        """For pipes: columns are aligned, with two spaces at least between them."""
+        rows = [self.headings, *self.rows] if self.headings else self.rows
+        rows = [[" ".join(str(cell).split()) for cell in row] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return Text("\n".join([self.title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]))
 
 
-def print_table(title: str, rows: list[list[str]]):
-    table = Table(title=escape(title), title_justify="left")
-    for index, heading in enumerate(rows[0]):
-        table.add_column(escape(heading), justify="right" if index else "left", overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*map(escape, row))
-    out.print(table)
+def facts(title: str, rows: Sequence[tuple[str, str]]) -> Listing:
+    """Names and what is to be said of them."""
+    return Listing(title, rows, left=2)
+
+
+def print_table(title: str, rows: Sequence[Sequence[str]]):
+    """The first row holds the headings."""
+    out.print(Listing(title, rows[1:], headings=rows[0]))
 
 
 def quiet():
@@ -104,8 +132,7 @@ def report_error(error: Exception) -> bool:
     message = _message(error)
     if message is None:
         return False
-    if message:  # asking for nothing at all shows the help, which is message enough
-        err.print(f"[bold red]Error:[/] {escape(' '.join(message.split()))}", soft_wrap=True)
+    err.print(f"[bold red]Error:[/] {escape(' '.join(message.split()))}", soft_wrap=True)
     return True
 
 

@@ -12,13 +12,16 @@ from .console import byte_progress, facts, hide_bars, out
 from .options import Activation, Dtype, GateInput, Granularity, Layout, Operation, Policy, Position, layer_list
 
 
+SMOLLM3 = "smollm3: with rotary positions in every layer only, which SmolLM3-3B has not."
+
+
 def register(app: typer.Typer):
     app.command()(convert)
 
 
 def convert(
     ctx: typer.Context,
-    source: Annotated[str, typer.Argument(help="Hub id, folder or .gguf file of a checkpoint.")],
+    source: Annotated[str, typer.Argument(help=f"Hub id, folder or .gguf file of a checkpoint. {SMOLLM3}")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new or empty.")],
     position: Annotated[
         Position, typer.Option(case_sensitive=False, help="What is gated (G1 is sdpa_output).")
@@ -51,11 +54,14 @@ def convert(
     gate_scale: Annotated[
         float, typer.Option(help="c of a source whose own gate is c * sigmoid; a power of two, folded into o_proj.")
     ] = 1.0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of the original tokenizer, for a .gguf file.", metavar="FOLDER")
+    ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Dtype to write; the source's by default.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "5GB",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
 ):
-    """Give a checkpoint a gate in its attention, or take over the gate that it has."""
+    """Give a checkpoint a gate, or take over the one it has."""
     hide_bars()
     options = {name: value for name, value in ctx.params.items() if name not in transplant.OPTIONS}
     options["layers"] = layer_list(layers)

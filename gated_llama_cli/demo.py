@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from .console import err, hide_bars, out
+from .console import Listing, err, hide_bars, out
 from .transplant import show as show_transplant
 
 
@@ -49,7 +49,7 @@ def demo(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Use a folder that holds other files.")] = False,
 ):
-    """Convert a real model, prove it equal, generate, save, load it elsewhere as remote code, transplant its sink."""
+    """Show the whole path on a real model. Convert, prove equal, generate, save, load as remote code, transplant."""
     hide_bars()
     source = model or find_smollm2()
     from gated_llama.convert.loading import Loadable
@@ -276,24 +276,19 @@ def draw(run: Run, before: dict, after: dict) -> str:
 
     try:
         figure = before_and_after({Path(run.source.name).name.removesuffix(".gguf"): before, "transplanted": after})
-    except ValueError as error:  # no matplotlib
+    except ImportError as error:  # no matplotlib
         return f"; no picture: {error}"
     figure.savefig(run.folder / PICTURE, dpi=150)
     return f"; picture: {PICTURE}"
 
 
 def show(run: Run):
-    table = Table(title=f"gated-llama demo: {escape(Path(run.source.name).name)}", title_justify="left")
-    table.add_column("step")
-    table.add_column("result", overflow="fold")
-    table.add_column("seconds", justify="right")
-    for step in run.steps:
-        table.add_row(
-            step.name, escape(step.result) if step.passed else f"[red]{escape(step.result)}", f"{step.seconds}"
-        )
-    table.add_section()
-    table.add_row("", "", f"{sum(step.seconds for step in run.steps):.1f}")
-    out.print(table)
+    rows = [
+        (step.name, step.result if step.passed else Text(step.result, "red"), f"{step.seconds}") for step in run.steps
+    ]
+    rows.append(("in all", "", f"{sum(step.seconds for step in run.steps):.1f}"))
+    title = f"gated-llama demo: {Path(run.source.name).name}"
+    out.print(Listing(title, rows, ("step", "result", "seconds"), left=2))
     if run.report is not None:
         show_transplant(run.report, run.source.name, run.folder / TRANSPLANTED, TRANSPLANT["tokens"])
     if run.answer:

@@ -34,12 +34,11 @@ def diagnose(
     ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
 ):
-    """Measure attention sinks, massive activations and gate scores; writes report.json, report.html and PNG files."""
+    """Measure attention sinks, massive activations and gates. Writes report.json, report.html and PNG files."""
     layers = layer_list(map_layers)
     hide_bars()
     from dataclasses import replace
 
-    from gated_llama.convert.loading import Loadable
     from gated_llama.convert.output_folder import building, check_output
     from gated_llama.convert.verify import PROOF_TEXT
     from gated_llama.diagnostics.corpus import build_corpus, read_texts
@@ -50,7 +49,7 @@ def diagnose(
     folder = check_output(folder, model)
     new_figure(1, 1)  # a missing matplotlib is told before the work, not after
     texts, source = read_texts(text)
-    loadables = [Loadable.open(model, revision), *([Loadable.open(against)] if against else [])]
+    loadables = opened(model, revision, against)
     tokenizer = tokenizer_of(loadables[0])
     corpus = build_corpus(tokenizer, texts, source, tokens=tokens, context=context, bos=bos)
     backend = {} if attn == "auto" else {"attn_implementation": attn}
@@ -75,6 +74,13 @@ def diagnose(
         write_report(report, unfinished)
     show(report)
     out.print(f"Written: {escape(str(folder / 'report.html'))}, report.json and pictures.")
+
+
+def opened(model: str, revision: str | None, against: str | None) -> list:
+    from gated_llama.convert.loading import Loadable
+
+    named = [(model, revision), *([(against, None)] if against else [])]
+    return [Loadable.open(name, given, quantised=True) for name, given in named]
 
 
 def tokenizer_of(loadable):

@@ -39,7 +39,7 @@ def evaluate(
     ] = "auto",
     card: Annotated[bool, typer.Option("--card", help="Write the scores into the model card of the folder.")] = False,
 ):
-    """Evaluate with lm-evaluation-harness, and compare with a base."""
+    """Evaluate with lm-evaluation-harness, also against a base."""
     from gated_llama.evaluation.command import evaluate_command
 
     evaluate_command(

@@ -29,7 +29,7 @@ def export(
         bool, typer.Option(help="Compare logits before OUT appears; takes memory for the model in float32.")
     ] = True,
 ):
-    """Write a gated model in a format that vLLM, SGLang, llama.cpp or MLX-LM serve without custom code."""
+    """Write a gated model in a format that engines serve. vLLM, SGLang, llama.cpp and MLX-LM need no custom code."""
     hide_bars()
     from gated_llama.convert.export import export_checkpoint
 

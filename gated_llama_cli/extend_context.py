@@ -34,4 +34,6 @@ def extend_context(
     done = "was extended already and is copied as it is" if report.unchanged else "is extended"
     length = f"{before} x{report.factor:g} = {report.length:,} tokens ({report.method})."
     out.print(f"{escape(source)} {done}: {length}")
+    if report.left_behind:
+        out.print(f"Not copied, as no part of the model: {escape(', '.join(report.left_behind))}", soft_wrap=True)
     out.print(escape(str(report.output)))

@@ -1,9 +1,11 @@
 """`gated-llama inspect`: what is in a checkpoint, without loading it."""
 
 import json
+import shlex
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from .console import facts, hide_bars, out
 from .options import layer_ranges
@@ -24,7 +26,7 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ):
-    """Show a checkpoint's gate, its size and what its conversion folded; reads no weights."""
+    """Show a checkpoint's gate, its size and what was folded. Reads no weights."""
     hide_bars()
     from gated_llama.convert.inspection import inspect_checkpoint
 
@@ -43,6 +45,9 @@ def show(found):
         problems.append(f"and {len(found.problems) - 5} more tensors that do not fit")
     described = {**decoder_rows(found), **(gate_rows(found) if found.gate else offer_rows(found))}
     out.print(facts(found.model, [*described.items(), *(("problem", problem) for problem in problems)]))
+    if found.offers:
+        command = shlex.join(["gated-llama", "convert", found.model, "OUT"])
+        out.print(f"Next: {escape(command)}", soft_wrap=True)
 
 
 def decoder_rows(found) -> dict[str, str]:
@@ -61,7 +66,9 @@ def decoder_rows(found) -> dict[str, str]:
         f"theta {rope.get('rope_theta', 10000.0):,.0f}",
         "also": ", ".join(extras) or "no biases, no QK-norm, untied embeddings",
         "parameters": f"{found.parameters:,}",
-        "stored as": ", ".join(found.dtypes) + (" once de-quantised" if found.model.endswith(".gguf") else ""),
+        "stored as": ", ".join(found.dtypes)
+        + (" once de-quantised" if found.model.endswith(".gguf") else "")
+        + (f", quantised by {found.quantiser}" if found.quantiser else ""),
         "files": ", ".join(f"{name} ({size / 1e6:,.1f} MB)" for name, size in found.files.items()),
     }
 
@@ -70,7 +77,7 @@ def offer_rows(found) -> dict[str, str]:
     if not found.offers:
         return {"gate": "none"}
     offers = [f"{offer.granularity} {offer.gate:,} ({offer.share:.2%})" for offer in found.offers]
-    return {"gate": "none", "convert adds": "; ".join(offers), "next": f"gated-llama convert {found.model} OUT"}
+    return {"gate": "none", "convert adds": "; ".join(offers)}
 
 
 def gate_rows(found) -> dict[str, str]:

@@ -29,7 +29,7 @@ def train(
     output: Annotated[Path | None, typer.Option(help="Folder of the run, instead of the file's `output`.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the run, instead of the file's `seed`.")] = None,
 ):
-    """Train a converted checkpoint; Ctrl-C saves, and the same command continues."""
+    """Train a converted checkpoint. Ctrl-C saves, and the same command continues."""
     hide_bars()
     from gated_llama.retrofit.settings import read_settings
     from gated_llama.retrofit.training import train as run

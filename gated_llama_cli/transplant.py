@@ -86,7 +86,7 @@ def show(report, source: str, output: Path, asked: int):
     heads = sum(len(layer) for layer in sink.heads)
     before, after = measures["source"], measures["result"]
     rows = [["", "source", "result"]]
-    rows.append(["reads first", escape(sink.first_token), "the text"])
+    rows.append(["reads first", sink.first_token, "the text"])
     for name, key in (
         ("first-token attention", "first_token_attention"),
         ("attention on the most attended key", "most_attended"),

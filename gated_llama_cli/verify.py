@@ -4,10 +4,9 @@ import json
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from .console import err, hide_bars, out
+from .console import Listing, err, hide_bars, out
 
 
 DTYPES = {
@@ -42,7 +41,7 @@ def verify(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ):
-    """Prove that a result computes what its source computes: exit code 0 if equal, 1 if not."""
+    """Prove that a result computes what its source does. Exit code 0 if equal, 1 if not."""
     hide_bars()
     from gated_llama.convert.verify import verify_dtypes
 
@@ -76,7 +75,7 @@ def summary(reports: list, tolerance: float | None) -> dict[str, Any]:
 AGREEMENT = {
     True: "the result's tokenizer gives the same ids",
     False: "[red]the result's tokenizer gives other ids[/]",
-    None: "no tokenizers to compare",
+    None: "no second tokenizer to compare with",
 }
 
 
@@ -88,22 +87,42 @@ NOT_EQUAL = {  # policy -> why a result is not its source's equal, and what to l
 
 
 def show(reports: list):
-    from gated_llama.diagnostics.divergence import place_name
-
-    table = Table(title=escape(f"{reports[0].source} = {reports[0].result}?"), title_justify="left")
-    for heading in ("dtype", "tokens", "bitwise equal", "max |difference|", "first diverging layer", "greedy text"):
-        table.add_column(heading)
-    for report in reports:
-        place = report.first_diverging_layer
-        table.add_row(
+    rows = [
+        (
             report.dtype,
             str(report.tokens),
-            "[green]yes" if report.bitwise else "[red]no",
+            Text("yes", "green") if report.bitwise else Text("no", "red"),
             f"{report.max_abs_difference:.3g}",
-            "none" if place is None else place_name(place),
-            "equal" if report.greedy_equal else "[red]differs",
+            "equal" if report.greedy_equal else Text("differs", "red"),
         )
-    out.print(table)
+        for report in reports
+    ]
+    headings = ("dtype", "tokens", "bitwise equal", "max |difference|", "greedy text")
+    out.print(Listing(f"{reports[0].source} = {reports[0].result}?", rows, headings))
+    for line in first_differences(reports):
+        out.print(line)
     out.print(f"Token ids: {reports[0].ids}; {AGREEMENT[reports[0].ids_equal]}.")
-    if reports[0].policy in NOT_EQUAL and not all(report.bitwise for report in reports):
-        out.print(f"By design: {NOT_EQUAL[reports[0].policy]}.")
+    if not all(report.bitwise for report in reports):
+        for reason in reasons(reports[0]):
+            out.print(f"By design: {reason}.")
+
+
+def reasons(report) -> list[str]:
+    """Why such a result is not its source's equal, if it is not meant to be."""
+    found = [NOT_EQUAL[report.policy]] if report.policy in NOT_EQUAL else []
+    if report.quantiser:
+        found.append(f"weights quantised by {report.quantiser} are near the source's, not equal: see --tolerance")
+    return found
+
+
+def first_differences(reports: list) -> list[str]:
+    """A line for each place where the models part, with its dtypes where there are several places."""
+    from gated_llama.diagnostics.divergence import place_name
+
+    dtypes: dict[str, list[str]] = {}
+    for report in reports:
+        place = report.first_diverging_layer
+        dtypes.setdefault("none" if place is None else place_name(place), []).append(report.dtype)
+    if len(dtypes) == 1:
+        return [f"first difference: {place}" for place in dtypes]
+    return [f"first difference: {place} ({', '.join(names)})" for place, names in dtypes.items()]

@@ -33,10 +33,11 @@ def _build_short(paths, **options) -> dict:
 
 @pytest.fixture
 def quick_harness(monkeypatch, tmp_path):
-    """Few task files, no inventory of the machine after each run, data sets prepared in a folder of the test's own."""
+    """Few task files, no inventory of the machine after each run, data sets and prompts in the test's own folders."""
     monkeypatch.setattr(TaskIndex, "build", staticmethod(_build_short))
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", tmp_path / "assets")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
@@ -74,6 +75,35 @@ def test_lora_merges_and_reloads(name, gated, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert type(loaded) is GatedLlamaForCausalLM
     assert torch.equal(loaded(IDS).logits, merged(IDS).logits)
+
+
+ZERO_GATES = {
+    "lora": (peft.LoraConfig(target_modules=["g_proj"]), "trains"),
+    "adalora": (peft.AdaLoraConfig(target_modules=["g_proj"], total_step=9), "trains"),
+    "loha": (peft.LoHaConfig(target_modules=["g_proj"]), "trains"),
+    "lokr": (peft.LoKrConfig(target_modules=["g_proj"]), "trains"),
+    "vera": (peft.VeraConfig(target_modules=["g_proj"], r=4), "trains"),
+    "copy": (peft.LNTuningConfig(target_modules=["g_proj"]), "trains"),
+    "dora": (peft.LoraConfig(target_modules=["g_proj"], use_dora=True), "nan"),
+    "pissa": (peft.LoraConfig(target_modules=["g_proj"], init_lora_weights="pissa"), "no gradient"),
+    "ia3": (peft.IA3Config(target_modules=["g_proj"], feedforward_modules=[]), "no gradient"),
+    "oft": (peft.OFTConfig(target_modules=["g_proj"], r=0, oft_block_size=4), "no gradient"),
+}
+
+
+@pytest.mark.parametrize("name", ZERO_GATES)
+def test_which_methods_fit_gates_that_start_at_zero(name, tiny_model):
+    """As README says: what adds to the weights fits, what multiplies them does not."""
+    config, outcome = ZERO_GATES[name]
+    model = get_peft_model(tiny_model(gate_init="zeros"), config)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert gradients
+    if outcome == "nan":
+        assert any(gradient.isnan().any() for gradient in gradients)
+    else:
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert any(gradient.any() for gradient in gradients) == (outcome == "trains")
 
 
 def test_mlp_recipes_touch_no_attention_gate(gated):

@@ -117,6 +117,12 @@ def test_runs_as_a_module():
     assert error_line(process.stderr) == "Error: Missing argument 'model'."
 
 
+def test_help_says_which_smollm3_is_meant(cli):
+    code, out, _ = cli("convert", "--help")
+    assert code == 0
+    assert "which SmolLM3-3B has not" in " ".join(out.replace("│", " ").split())
+
+
 def test_nothing_asked_shows_the_help(cli):
     code, out, err = cli()
     assert code == 2

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -14,9 +15,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from gated_llama import (
     GatedLlamaConfig,
     GatedLlamaForCausalLM,
+    GatedLlamaForQuestionAnswering,
     GatedLlamaForSequenceClassification,
-    GatedLlamaPreTrainedModel,
+    GatedLlamaForTokenClassification,
+    GatedLlamaModel,
 )
+from gated_llama.checkpoint_gated import StrictCheckpoints
 
 
 IDS = torch.tensor([[5, 17, 33, 2, 60, 41]])
@@ -45,6 +49,7 @@ FIELDS = {
     "o_bias": True,
     "mlp_bias": True,
     "qk_norm": True,
+    "norms_in_fp32": True,
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "gate_position": "value",
@@ -108,6 +113,91 @@ def test_unknown_fields_are_kept_but_a_mistyped_gate_is_refused(tmp_path):
     assert GatedLlamaConfig.from_pretrained(tmp_path).note == "kept"
     with pytest.raises(ValueError, match=r"Unknown gate fields \['gate_postion'\].*gate_position"):
         GatedLlamaConfig(gate_postion="G1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "advice"),
+    [
+        ({"num_experts": 8}, "no experts"),
+        ({"num_local_experts": 4}, "no experts"),
+        ({"router_aux_loss_coef": 0.001}, "no experts"),
+        ({"gating": "softplus"}, "gate_position"),
+        ({"attn_output_gate": True}, "gate_position"),
+        ({"headwise_attn_output_gate": True}, "gate_granularity"),
+        ({"attention_bias": True}, "qkv_bias"),
+        ({"use_qk_norm": True}, "qk_norm"),
+        ({"full_attention_interval": 4}, "layer_types"),
+        ({"no_rope_layers": [1, 0, 1]}, "rotary"),
+        ({"kv_lora_rank": 512}, "latent"),
+        ({"linear_num_value_heads": 32}, "linear attention"),
+        ({"final_logit_softcapping": 30.0}, "caps nothing"),
+        ({"attention_multiplier": 0.0078125}, "head_dim"),
+        ({"embedding_multiplier": 12.0}, "scales neither"),
+        ({"logit_scale": 0.0625}, "scales neither"),
+        ({"hidden_activation": "gelu"}, "hidden_act"),
+        ({"sliding_window": 4, "use_sliding_window": False}, "layer_types"),
+        ({"sliding_window": 4, "max_window_layers": 2}, "layer_types"),
+    ],
+)
+def test_fields_that_would_be_ignored_are_refused(fields, advice, tiny_config, tmp_path):
+    """Where they are passed, read from a folder, or assigned before the model is built."""
+    name = list(fields)[-1]
+    with pytest.raises((ValueError, StrictDataclassError), match=rf"{name}=.*ignored.*{advice}"):
+        tiny_config(**fields)
+    tiny_config().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_types": None} | fields))
+    with pytest.raises((ValueError, StrictDataclassError), match=rf"{name}=.*ignored"):
+        AutoConfig.from_pretrained(tmp_path)
+    config = tiny_config(sliding_window=fields.get("sliding_window"))
+    setattr(config, name, fields[name])
+    with pytest.raises(StrictDataclassError, match=rf"{name}=.*ignored"):
+        GatedLlamaForCausalLM(config)
+
+
+def test_fields_that_say_what_the_decoder_does_are_harmless(tiny_config):
+    tiny_config(num_experts=0, num_local_experts=None, gating=False, attn_output_gate=False, attention_bias=False)
+    tiny_config(no_rope_layers=[1, 1, 1], logit_scale=1.0, residual_multiplier=1, final_logit_softcapping=None)
+    tiny_config(use_sliding_window=False, max_window_layers=28)
+    tiny_config(sliding_window=4, use_sliding_window=True, max_window_layers=0)
+
+
+def test_a_mistyped_gate_is_refused_when_it_is_assigned(tiny_config):
+    config = tiny_config()
+    config.gate_postion = "value"
+    with pytest.raises(StrictDataclassError, match=r"Unknown gate fields \['gate_postion'\]"):
+        GatedLlamaForCausalLM(config)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({**YARN, "beta_fats": 32}, "not read, ['beta_fats']"),
+        ({"rope_type": "yarn", "fator": 4.0}, "lack ['factor']"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 32}, "not read, ['beta_fast']"),
+        ({"rope_theta": 1e4, "factor": 4.0}, "type 'default' have keys that are not read, ['factor']"),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "lack ['high_freq_factor']"),
+    ],
+)
+def test_rotary_keys_that_are_not_read_are_refused(rope, words, tiny_config, tmp_path):
+    with pytest.raises(StrictDataclassError) as error:
+        tiny_config(rope_parameters=rope)
+    assert words in str(error.value)
+    tiny_config().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": rope}))
+    with pytest.raises(StrictDataclassError, match="rope_parameters of type"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_older_names_of_rotary_fields_are_read(tiny_config):
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "finetuned": True}
+    config = tiny_config(rope_scaling=scaling, rope_theta=5e4)
+    assert (config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]) == ("yarn", 5e4)
+    tiny_config(rope_parameters={**YARN, "partial_rotary_factor": 0.5, "mscale": 1.0, "truncate": False})
 
 
 @pytest.mark.parametrize(
@@ -204,6 +294,107 @@ def test_attention_weights_are_neither_invented_nor_dropped(edit, arguments, wor
         GatedLlamaForCausalLM.from_pretrained(tmp_path, **arguments)
 
 
+# Every tensor: what is missing, misshapen or left over, and what may be.
+
+HEAD_CLASSES = [
+    GatedLlamaForCausalLM,
+    GatedLlamaModel,
+    GatedLlamaForSequenceClassification,
+    GatedLlamaForTokenClassification,
+    GatedLlamaForQuestionAnswering,
+]
+
+
+def plus(name):
+    return lambda tensors: tensors | {name: torch.ones(2)}
+
+
+def cut(ending):
+    return lambda tensors: {name: v[:8].clone() if name.endswith(ending) else v for name, v in tensors.items()}
+
+
+@pytest.mark.parametrize("loader", HEAD_CLASSES)
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (without("1.mlp.up_proj.weight"), r"no weights.*layers\.1\.mlp\.up_proj"),
+        (without("2.post_attention_layernorm.weight"), r"no weights.*post_attention_layernorm"),
+        (without("model.norm.weight"), r"no weights.*norm\.weight"),
+        (without("embed_tokens.weight"), r"no weights.*embed_tokens"),
+        (plus("model.layers.0.mlp.experts.3.up_proj.weight"), r"does not declare.*experts\.3"),
+        (plus("model.layers.0.mlp.gate.weight"), r"does not declare.*mlp\.gate\.weight"),
+        (plus("model.layers.1.mlp.up_proj.bias"), r"does not declare.*up_proj\.bias"),
+        (plus("model.layers.7.input_layernorm.weight"), r"does not declare.*layers\.7"),
+        (cut("2.mlp.down_proj.weight"), r"other shapes.*down_proj"),
+    ],
+)
+def test_the_decoder_is_complete_and_nothing_else(edit, words, loader, tiny_model, tmp_path):
+    """From the folder of a language model, by every head."""
+    tiny_model().save_pretrained(tmp_path)
+    loader.from_pretrained(tmp_path)
+    edited(tmp_path, edit)
+    with pytest.raises(ValueError, match=words):
+        loader.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize("saved", HEAD_CLASSES)
+@pytest.mark.parametrize("loader", HEAD_CLASSES)
+def test_heads_may_change_but_a_language_model_is_not_invented(saved, loader, tiny_config, tmp_path):
+    saved(tiny_config()).save_pretrained(tmp_path)
+    if loader is GatedLlamaForCausalLM and saved is not GatedLlamaForCausalLM:
+        with pytest.raises(ValueError, match=r"no weights.*lm_head\.weight"):
+            loader.from_pretrained(tmp_path)
+    else:
+        assert type(loader.from_pretrained(tmp_path)) is loader
+
+
+def test_a_tied_head_needs_no_tensor(tiny_config, tmp_path):
+    model = GatedLlamaModel(tiny_config(tie_word_embeddings=True)).eval()
+    model.save_pretrained(tmp_path)
+    loaded = GatedLlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (without("score.weight"), r"no weights.*score\.weight"),
+        (plus("score.bias"), r"does not declare.*score\.bias"),
+        (plus("mtp.layers.0.norm.weight"), r"does not declare.*mtp\.layers"),
+    ],
+)
+def test_the_own_head_is_complete(edit, words, tiny_config, tmp_path):
+    GatedLlamaForSequenceClassification(tiny_config()).save_pretrained(tmp_path)
+    edited(tmp_path, edit)
+    with pytest.raises(ValueError, match=words):
+        GatedLlamaForSequenceClassification.from_pretrained(tmp_path)
+
+
+def test_another_number_of_labels(tiny_config, tmp_path):
+    """Fine-tuning goes on with a classifier of another size where its user says so."""
+    GatedLlamaForSequenceClassification(tiny_config(num_labels=3)).save_pretrained(tmp_path)
+    arguments = {"num_labels": 5, "ignore_mismatched_sizes": True}
+    loaded = GatedLlamaForSequenceClassification.from_pretrained(tmp_path, **arguments)
+    assert loaded.score.weight.shape == (5, 40)
+
+
+def test_old_rotary_buffers_in_a_file_are_harmless(tiny_model, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    edited(tmp_path, plus("model.layers.0.self_attn.rotary_emb.inv_freq"))
+    GatedLlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_an_adapter_folder_loads_over_its_base(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tuned = get_peft_model(base, LoraConfig(target_modules=["v_proj", "g_proj"], init_lora_weights=False)).eval()
+    tuned.save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(IDS).logits, tuned(IDS).logits, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(loaded(IDS).logits, model(IDS).logits)
+
+
 def test_missing_constant_gates_are_refused(tiny_model, tmp_path):
     tiny_model(gate_input="constant").save_pretrained(tmp_path)
     edited(tmp_path, without("g_param"))
@@ -218,7 +409,7 @@ def test_present_tensors_are_never_altered(missing, gate_init, tiny_model, tmp_p
     constant_model(tiny_model, gate_init=gate_init).save_pretrained(tmp_path)
     edited(tmp_path, without(missing))
     # The refusal comes after loading; what was loaded is looked at here without it.
-    plain_loading = super(GatedLlamaPreTrainedModel, GatedLlamaForCausalLM).from_pretrained
+    plain_loading = super(StrictCheckpoints, GatedLlamaForCausalLM).from_pretrained
     altered = {n for n, p in plain_loading(tmp_path).named_parameters() if not (p == 0.125).all()}
     assert altered == {f"model.layers.{missing}"}
 

@@ -3,23 +3,31 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
+from codecs import BOM_UTF8
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
 from gated_llama.convert import checkpoint as checkpoint_module
-from gated_llama.convert import convert_checkpoint, opening
+from gated_llama.convert import convert_checkpoint, opening, tokenizer
+from gated_llama.convert.extend_context import extend_context
+from gated_llama.convert.inspection import inspect_checkpoint
 from gated_llama.convert.layouts import fold_scale
 from gated_llama.convert.loading import Loadable
+from gated_llama.convert.opening import open_checkpoint
+from gated_llama.convert.verify import verify
 
 
+STORIES = Path(__file__).parent / "data" / "stories260K"
 TINY = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -33,6 +41,7 @@ TINY = {
 }
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
 
 
 @pytest.fixture
@@ -193,6 +202,64 @@ def test_hub_source_fetches_what_its_index_names(save_source, tmp_path, monkeypa
     assert "base_model: someone/some-model" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("reads", [open_checkpoint, inspect_checkpoint])
+@pytest.mark.parametrize("beside", ["model", "nothing"])
+def test_adapters_are_merged_first(beside, reads, save_source):
+    """from_pretrained would apply it."""
+    folder = save_source()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    if beside == "nothing":
+        (folder / "config.json").unlink()
+    refused(folder, "an adapter .*merge the adapter first")
+    with pytest.raises(ValueError, match="merge the adapter first"):
+        reads(folder)
+
+
+def test_adapters_on_the_hub_are_seen(save_source, tmp_path, monkeypatch):
+    folder = save_source()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    monkeypatch.setattr(opening, "snapshot_download", Hub(folder, tmp_path / "cache").download)
+    with pytest.raises(ValueError, match="merge the adapter first"):
+        convert_checkpoint("someone/some-model", tmp_path / "out")
+
+
+@pytest.fixture
+def cached(save_source, tmp_path, monkeypatch) -> Path:
+    """The Hub's cache with somebody/model in it, and no network; its snapshot."""
+    repository = tmp_path / "hub" / "models--somebody--model"
+    snapshot = repository / "snapshots" / ("c0ffee" * 7)[:40]
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in save_source().iterdir():
+        blob = repository / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copyfile(path, blob)
+        (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return snapshot
+
+
+def test_a_cached_model_needs_no_network(cached, tmp_path):
+    found = inspect_checkpoint("somebody/model")
+    local = inspect_checkpoint(cached)
+    assert (found.parameters, found.files) == (local.parameters, local.files)
+    report = convert_checkpoint("somebody/model", tmp_path / "out")
+    assert report.tensors_read == len(open_checkpoint(cached).reader.tensors)
+    extend_context("somebody/model", tmp_path / "long", factor=4)
+    assert verify("somebody/model", tmp_path / "out").passes()
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_model_that_is_cached_in_part_is_told(missing, cached):
+    (cached / missing).unlink()
+    with pytest.raises(ValueError, match=missing):
+        inspect_checkpoint("somebody/model")
+    with pytest.raises(ValueError, match="neither a local path nor in the local cache"):
+        inspect_checkpoint("somebody/else")
+
+
 def test_hub_source_that_is_not_there(tmp_path, monkeypatch):
     error = RepositoryNotFoundError("404\nnot found", response=Mock(headers={}))
     hub = Hub(tmp_path, tmp_path / "cache", error)
@@ -246,6 +313,42 @@ def test_hub_source_that_is_not_there(tmp_path, monkeypatch):
             "not known: gamma",
         ),
         (LlamaConfig, {"rope_parameters": "default"}, "not a table"),
+        (
+            LlamaConfig,
+            {"rope_parameters": ..., "rope_theta": "10000"},
+            r"config\.json has rope_theta='10000', which is no number",
+        ),
+        (
+            LlamaConfig,
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "2"}},
+            r"rope_parameters\.factor='2', which is no number",
+        ),
+        (
+            LlamaConfig,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": True}},
+            "rope_theta=True",
+        ),
+        (
+            LlamaConfig,
+            {"dtype": ..., "torch_dtype": "auto"},
+            "torch_dtype='auto', which names no dtype: write that",
+        ),
+        (LlamaConfig, {"dtype": "auto"}, "dtype='auto', which names no dtype"),
+        (LlamaConfig, {"dtype": "nn"}, "dtype='nn', which names no dtype"),
+        (LlamaConfig, {"rope_parameters": YARN | {"extrapolation_factor": 2}}, "not known: extrapolation_factor"),
+        (LlamaConfig, {"rope_parameters": YARN | {"rope_type": "dynamic", "finetuned": True}}, "not known: finetuned"),
+        (
+            LlamaConfig,
+            {"rope_parameters": YARN | {"rope_type": "dynamic", "attn_factor": 1}},
+            "known: attn_factor",
+        ),
+        (LlamaConfig, {"rope_parameters": YARN | {"attn_factor": "0.9"}}, "attn_factor='0.9', which is no number"),
+        (LlamaConfig, {"rope_parameters": YARN | {"attn_factor": 0.9, "mscale": 0.7}}, "neither mscale nor"),
+        (
+            LlamaConfig,
+            {"rope_parameters": YARN | {"attn_factor": 0.9, "attention_factor": 1.0}},
+            r"attn_factor=0.9 means an amplitude of 1.02477 at factor=4.0, and attention_factor=1.0 another",
+        ),
         (LlamaConfig, {"hidden_act": "relu7"}, "hidden_act='relu7' is unknown"),
         (LlamaConfig, {"hidden_size": "32"}, "not a valid llama configuration"),
         (LlamaConfig, {"num_attention_heads": 3}, "not a valid llama configuration"),
@@ -259,8 +362,19 @@ def test_config_is_refused(config_class, changes, match, save_source):
     refused(folder, match)
 
 
+def test_a_dtype_that_is_none_is_told_in_one_line_by_all_readers(save_source):
+    """The library raises AttributeError."""
+    folder = save_source()
+    edit_json(folder / "config.json", dtype=..., torch_dtype="auto")
+    with pytest.raises(ValueError, match=r"config\.json is not valid: .* has no attribute 'auto'$"):
+        _ = Loadable.open(folder).config
+
+
 def test_layers_without_rotary_are_refused_by_name(save_source):
-    refused(save_source(SmolLM3Config, pad_token_id=0), r"layers \[3\] have no rotary embedding")
+    refused(
+        save_source(SmolLM3Config, pad_token_id=0),
+        r"layers \[3\] have no rotary embedding \(no_rope_layers, as in SmolLM3-3B\)",
+    )
 
 
 def test_other_architectures_are_refused_by_name(tmp_path):
@@ -312,6 +426,16 @@ def test_index_and_files_disagree(save_source):
     refused(folder, "is not valid JSON")
 
 
+def test_a_tied_head_that_only_the_index_knows(save_source, tmp_path):
+    folder = save_source(shards=True, tie_word_embeddings=True)
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    edit_json(folder / INDEX, weight_map=index | {"lm_head.weight": max(index.values())})
+    convert_checkpoint(folder, tmp_path / "out")
+    assert verify(folder, tmp_path / "out").passes()
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    refused(folder, r"no tensor 'lm_head.weight'.*tie_word_embeddings is false", output="other")
+
+
 def test_unindexed_files_are_ignored(save_source, tmp_path):
     folder = save_source(shards=True)
     expected = convert_checkpoint(folder, tmp_path / "before")
@@ -346,9 +470,16 @@ def test_pickled_weights_are_not_read(save_source):
             r"a tensor 'model.layers.1.self_attn.q_proj.bias",
         ),
         ({"model__layers__0__self_attn__g_proj__weight": torch.zeros(4, 32)}, "g_proj.weight"),
+        ({"xmodel__rotary_emb__inv_freq": torch.zeros(4)}, r"a tensor 'xmodel\.rotary_emb"),
+        ({"model__rotary_emb__inv_freq_scale": torch.zeros(4)}, r"a tensor 'model\.rotary_emb\.inv_freq_scale'"),
+        ({"model__layers__0__mlp__rotary_emb__inv_freq": torch.zeros(4)}, r"a tensor 'model\.layers\.0\.mlp\.rotary"),
         ({"model__norm__weight": torch.zeros(33)}, r"'model.norm.weight' has shape \[33\].*calls for \[32\]"),
         ({"model__norm__weight": torch.zeros(32, dtype=torch.int8)}, "has dtype I8; supported are F32, BF16, F16"),
-        ({"model__norm__weight": torch.zeros(32).to(torch.float8_e4m3fn)}, "has dtype F8_E4M3"),
+        ({"model__norm__weight": torch.zeros(32).to(torch.float8_e4m3fn)}, "has dtype F8_E4M3.*Quantised weights"),
+        (
+            {"model__norm__weight": torch.zeros(32, dtype=torch.float64)},
+            r"has dtype F64; supported .*\. Load the model with dtype=torch.float32 and save it first",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(changes, match, save_source):
@@ -376,6 +507,83 @@ def test_fold_past_float16(save_source, tmp_path):
     convert_checkpoint(folder, tmp_path / "out", dtype="bfloat16")
     edit_tensors(folder, model__embed_tokens__weight=torch.full((64, 32), 1e5))
     refused(folder, r"'model.embed_tokens.weight' passes the largest float16", output="other", dtype="float16")
+
+
+# What the library does not read, or reads otherwise
+
+
+def test_a_config_that_begins_with_a_byte_order_mark(tmp_path):
+    """The library reads no JSON of the kind; its tokenizers ask for config.json, too."""
+    source = Path(shutil.copytree(STORIES, tmp_path / "source"))
+    plain = convert_checkpoint(source, tmp_path / "plain")
+    (source / "config.json").write_bytes(BOM_UTF8 + (source / "config.json").read_bytes())
+    report = convert_checkpoint(source, tmp_path / "out")
+    assert report.tokenizer_class == plain.tokenizer_class is not None
+    assert digest(tmp_path / "out").keys() == digest(tmp_path / "plain").keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
+        (tmp_path / "plain" / "config.json").read_text()
+    )
+    assert verify(source, tmp_path / "out").passes()
+    assert inspect_checkpoint(source).to_dict() == inspect_checkpoint(STORIES).to_dict() | {"model": str(source)}
+    assert extend_context(source, tmp_path / "x2", factor=2).length == 1024
+    AutoModelForCausalLM.from_pretrained(tmp_path / "x2")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_byte_order_mark_in_a_tokenizer_is_named(name, tmp_path):
+    source = Path(shutil.copytree(STORIES, tmp_path / "source"))
+    (source / name).write_bytes(BOM_UTF8 + (source / name).read_bytes())
+    refused(source, f"{name} begins with a byte order mark.*save it as UTF-8 without one")
+
+
+@pytest.mark.parametrize("missing", [("sentencepiece", "protobuf"), ("protobuf",)])
+def test_packages_for_a_sentencepiece_model_are_named(missing, tmp_path, monkeypatch):
+    """The library says that tiktoken is missing."""
+    source = Path(shutil.copytree(STORIES, tmp_path / "source"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).unlink()
+    (source / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    for package in ("sentencepiece", "protobuf"):
+        monkeypatch.setattr(tokenizer, f"is_{package}_available", lambda package=package: package not in missing)
+    refused(
+        source,
+        rf"tokenizer\.model is a SentencePiece model, .* pip install {' '.join(missing)}\.$",
+        error=ImportError,
+    )
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("table", ["rope_parameters", "rope_scaling"])
+def test_yarn_parameters_that_nothing_reads_are_left_out(value, table, save_source, tmp_path):
+    folder = save_source()
+    edit_json(folder / "config.json", rope_parameters=..., rope_theta=1e4)
+    edit_json(folder / "config.json", **{table: YARN | {"finetuned": value, "extrapolation_factor": 1}})
+    report = convert_checkpoint(folder, tmp_path / "out")
+    assert report.config.rope_parameters == YARN
+    assert verify(folder, tmp_path / "out").passes()
+
+
+@pytest.mark.parametrize("extra", [{}, {"attention_factor": None}, {"attention_factor": 1.0}])
+@pytest.mark.parametrize("policy", ["identity", "normal"])
+def test_attn_factor_becomes_an_amplitude(extra, policy, save_source, tmp_path):
+    """
+    As DeepSeek-R1-0528-Qwen3-8B has it: vLLM and SGLang multiply it with 0.1 ln(4) + 1, which gives 1; Transformers
+    reads `attention_factor` only. All readers of this package agree on the model, and the conversion says so.
+    """
+    folder = save_source(Qwen3Config, max_position_embeddings=2048)
+    yarn = {key: value for key, value in YARN.items() if key != "rope_theta"}
+    edit_json(folder / "config.json", rope_parameters=..., rope_theta=1e4)
+    edit_json(folder / "config.json", rope_scaling=yarn | {"attn_factor": 0.8782488562869419} | extra)
+    report = convert_checkpoint(folder, tmp_path / "out", policy=policy)
+    assert report.config.rope_parameters == YARN | {"attention_factor": 1.0}
+    stated = [note for note in report.notes if "attn_factor=0.878" in note]
+    assert len(stated) == (0 if extra.get("attention_factor") else 1)
+    assert verify(folder, tmp_path / "out").passes() is (policy == "identity")
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for model in (result, Loadable.open(folder).load_model()):
+        assert model.model.rotary_emb.attention_scaling == 1.0
+    library = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.attention_scaling
+    assert library == (1.0 if extra.get("attention_factor") else pytest.approx(0.1 * math.log(4) + 1))
 
 
 # Interruptions
@@ -459,6 +667,13 @@ def test_generation_settings_of_config_json_are_carried(save_source, tmp_path):
     for name, value in settings.items():
         assert [getattr(config, name) for config in kept] == [value, value]
     assert kept[0].eos_token_id == kept[1].eos_token_id == 2
+
+
+def test_the_licence_of_a_card_that_is_not_utf8_is_taken_over(save_source, tmp_path):
+    source = save_source()
+    (source / "README.md").write_bytes("---\nlicense: mit\n---\n\nna\xefve\n".encode("latin-1"))
+    convert_checkpoint(source, tmp_path / "out")
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.license == "mit"
 
 
 @pytest.mark.parametrize("content", ["xx", "[]"])

@@ -15,6 +15,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -256,6 +257,18 @@ def test_generation_stops_where_the_source_stops(tmp_path):
     result = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert result.generation_config.eos_token_id == [greedy, 7]
     assert result.generate(ids, do_sample=False).tolist() == [[0, 5, 6, greedy]]
+
+
+def test_special_tokens_are_compared_too(tmp_path):
+    """The same ids of the text alone are not enough: the source puts a token in front, and these files do not."""
+    source = PreTrainedTokenizerFast(tokenizer_object=smollm())
+    source.save_pretrained(tmp_path)
+    assert tokenizer_module.pin_class(source, tmp_path)[0]
+    source.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", source.convert_tokens_to_ids("<|start|>"))]
+    )
+    with pytest.raises(ValueError, match="None of the tokenizer classes"):
+        tokenizer_module.pin_class(source, tmp_path)
 
 
 def test_tokenizers_that_cannot_be_kept(tmp_path, monkeypatch):

@@ -1,12 +1,15 @@
 """The ungated decoder is the library's, bit for bit; rotary types, windows, masks, packing, backends and buffers."""
 
 import copy
+import logging
 
 import pytest
 import reference
 import torch
 from torch import nn
 from transformers import (
+    DataCollatorWithFlattening,
+    DynamicCache,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -17,11 +20,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM, GatedLlamaModel
+from gated_llama import modeling_gated as modeling
 
 
 SIZES = {
@@ -193,6 +199,86 @@ def test_rotary_pairs_survive_a_change_of_head_count():
     assert model(IDS).logits.shape == (2, 20, 96)
 
 
+def emptied(model):
+    """What `to_empty` may leave: memory that others have used."""
+    return model._apply(lambda tensor: torch.full_like(tensor, float("nan")))
+
+
+def materialised(model, assign):
+    """Built without memory, which is then given and filled."""
+    state = model.state_dict()
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    empty.load_state_dict(state, assign=True) if assign else empty.to_empty(device="cpu").load_state_dict(state)
+    return empty
+
+
+def cast_buffers(model):
+    """As FSDP1 casts them, past the modules."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.bfloat16()
+    return model
+
+
+# Ways to cast or to fill a model. By most of them the library's own embedding loses its frequencies.
+CASTS = {
+    "to": lambda model: model.to(torch.bfloat16),
+    "bfloat16": lambda model: model.bfloat16(),
+    "half and back": lambda model: model.half().float(),
+    "double": lambda model: model.double(),
+    "emptied": emptied,
+    "to_empty": lambda model: materialised(model, assign=False),
+    "assigned": lambda model: materialised(model, assign=True),
+    "a cast of buffers": cast_buffers,
+    "from_config": lambda model: type(model)._from_config(model.config, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("rope", [*ROPE, "partial"])
+def test_casts_leave_the_rotary_embedding_alone(rope, cast, used, tiny_model):
+    """Cosine and sine at 3,000 positions, before and after the model was used at lengths that change frequencies."""
+    parameters = dict(ROPE.get(rope, ROPE["default"])) | ({"partial_rotary_factor": 0.5} if rope == "partial" else {})
+    model, states = tiny_model(rope_parameters=parameters, num_hidden_layers=1, gate_position=None), torch.zeros(1, 1)
+    expected = GatedLlamaModel(copy.deepcopy(model.config)).rotary_emb
+    if used:
+        model(IDS)
+    found = CASTS[cast](model).model.rotary_emb
+    for length in (3000, 12):
+        positions = torch.arange(length)[None]
+        for ours, theirs in zip(found(states, positions), expected(states, positions), strict=True):
+            assert torch.equal(ours, theirs)
+    assert found.inv_freq.dtype == torch.float32
+
+
+def test_a_cast_keeps_frequencies_that_have_grown(tiny_model):
+    """Dynamic frequencies are those of the longest text so far, until one fits again."""
+    rotary, states = tiny_model(rope_parameters=dict(ROPE["dynamic"])).model.rotary_emb, torch.zeros(1, 1)
+    rotary(states, torch.arange(400)[None])
+    grown = rotary.inv_freq.clone()
+    assert not torch.equal(grown, rotary.original_inv_freq)
+    assert torch.equal(rotary.bfloat16().inv_freq, grown)
+
+
+def test_moves_keep_the_memory_of_the_table(tiny_model):
+    """A graph that was captured reads it there."""
+    rotary = tiny_model().model.rotary_emb
+    place = rotary.inv_freq.data_ptr()
+    assert rotary.to("cpu").inv_freq.data_ptr() == place
+    assert rotary.to("meta").inv_freq.device.type == "meta"
+
+
+def test_evaluation_in_bfloat16_keeps_far_positions(tiny_model, tmp_path):
+    """Trainer casts the model; the frequencies of the library's own are then off by 0.4 %."""
+    model = tiny_model(num_hidden_layers=1)
+    expected = model.model.rotary_emb.inv_freq.clone()
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, bf16_full_eval=True)
+    Trainer(model=model, args=arguments, eval_dataset=[{"input_ids": IDS[0], "labels": IDS[0]}]).evaluate()
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(model.model.rotary_emb.inv_freq, expected)
+
+
 # Masks, padding, packing, backends.
 
 WINDOWS = {"layer_types": ALTERNATING, "sliding_window": 6}
@@ -283,6 +369,118 @@ def test_packed_documents_equal_separate_ones(
     packed = model(IDS[:1], position_ids=positions, use_cache=False).logits
     separate = [model(document).logits for document in IDS[:1].split(lengths, dim=1)]
     torch.testing.assert_close(packed, torch.cat(separate, dim=1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def leaks(caplog, monkeypatch):
+    """`leaks(model, ids, **inputs)`: whether the model said that documents see each other."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+
+    def said(model, *args, **inputs):
+        modeling.logger.warning_once.cache_clear()
+        caplog.clear()
+        with torch.no_grad():
+            model(*args, **inputs)
+        return "packed documents: they attend to each other" in caplog.text
+
+    return said
+
+
+RESTARTS = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3]])
+COUNTED = torch.arange(20)[None]
+PADDED = {"attention_mask": (torch.arange(20) >= torch.tensor([[4], [0]])).long()}
+
+
+@flex_warnings
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"use_cache": True},
+        {},  # the configuration asks for a cache
+        {"cache": DynamicCache},
+        {"use_cache": False, "attention_mask": torch.ones_like(IDS)},
+        {"use_cache": False, **PADDED},
+    ],
+)
+def test_documents_that_see_each_other_are_told(inputs, implementation, tiny_model, leaks, use_implementation):
+    """A word where a change in the first document reaches the logits of the second, and only there."""
+    model = fill(tiny_model())
+    use_implementation(model, implementation)
+    inputs = {name: value() if callable(value) else value for name, value in inputs.items()}
+    assert leaks(model, IDS, position_ids=RESTARTS.expand(2, -1), **inputs)
+    inputs.pop("cache", None)
+    with torch.no_grad():
+        changed = torch.cat([(IDS[:, :7] + 1) % 96, IDS[:, 7:]], dim=1)
+        both = [model(ids, position_ids=RESTARTS.expand(2, -1), **inputs).logits[1, 7:] for ids in (IDS, changed)]
+    assert not torch.allclose(*both, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"position_ids": RESTARTS, "use_cache": False},
+        {"position_ids": COUNTED, "use_cache": True, **PADDED},
+        {"position_ids": (PADDED["attention_mask"].cumsum(1) - 1).clamp(min=0), **PADDED},
+        {
+            "position_ids": (PADDED["attention_mask"].cumsum(1) - 1).masked_fill(PADDED["attention_mask"] == 0, 1),
+            **PADDED,
+        },
+        {
+            "position_ids": PADDED["attention_mask"].flip(1).cumsum(1) - 1,
+            "attention_mask": PADDED["attention_mask"].flip(1),
+        },
+        {"position_ids": RESTARTS, "attention_mask": torch.ones(20, 20).tril().bool().expand(2, 1, 20, 20)},
+        PADDED,
+        {},
+    ],
+)
+def test_other_rows_are_not_told_anything(inputs, tiny_model, leaks):
+    assert not leaks(tiny_model(), IDS, **inputs)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "mask", "expected"),
+    [
+        ("flash_attention_2", None, False),  # reads the positions
+        ("kernels-community/flash-attn3", torch.ones_like(IDS), False),  # the library drops such a mask
+        ("flash_attention_2", PADDED["attention_mask"], True),
+        ("paged|sdpa", None, False),
+        ("vllm", None, False),
+    ],
+)
+def test_kernels_that_know_the_documents(implementation, mask, expected):
+    assert modeling.documents_leak(implementation, mask, RESTARTS.expand(2, -1), caching=True) == expected
+
+
+def test_activation_checkpointing_makes_no_cache(tiny_model, leaks):
+    model = tiny_model().train()
+    model.activation_checkpointing_enable()
+    with torch.enable_grad():
+        assert not modeling.documents_leak("sdpa", None, RESTARTS, model.model._makes_a_cache(None))
+    assert leaks(model, IDS, position_ids=RESTARTS)
+
+
+@pytest.mark.parametrize("overrides", [{}, WINDOWS])
+def test_the_flattening_collator_is_right(overrides, tiny_model, randomize_gates, leaks):
+    """The loss of a packed batch is that of its documents, each token weighing the same."""
+    model = randomize_gates(fill(tiny_model(**overrides)))
+    documents = [
+        {"input_ids": IDS[0, :9].tolist()},
+        {"input_ids": IDS[1, :14].tolist()},
+        {"input_ids": IDS[1, 3:8].tolist()},
+    ]
+    batch = DataCollatorWithFlattening(return_tensors="pt")(documents)
+    losses, counts = [], []
+    for document in documents:
+        ids = torch.tensor([document["input_ids"]])
+        losses.append(model(ids, labels=ids).loss * (ids.shape[1] - 1))
+        counts.append(ids.shape[1] - 1)
+    expected = sum(losses) / sum(counts)
+    # fp32 means of logits of order 10, which are summed in another order.
+    torch.testing.assert_close(model(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=1e-5)
+    assert not leaks(model, **batch, use_cache=False)
+    assert leaks(model, **batch, use_cache=True)
 
 
 GATES = [{}, {"gate_granularity": "headwise"}, {"gate_position": "value"}, {"gate_position": "query", "qk_norm": True}]

@@ -131,6 +131,13 @@ def test_report_agrees_with_eager_attention(report, gated, corpus):
     assert torch.allclose(report.maps[4], maps[4][0, :, :48, :48], atol=1e-5)
 
 
+def test_a_model_in_training_has_the_same_report(report, gated, tokenizer, corpus):
+    model = AutoModelForCausalLM.from_pretrained(gated, attention_dropout=0.5).train()
+    found = diagnose(model, tokenizer, corpus, name="gated", map_layers=[1, 4])
+    assert found.to_dict() == replace(report, against=None).to_dict()
+    assert all(module.training for module in model.modules())
+
+
 def test_models_are_told_to_part_where_they_do(report, tokenizer, corpus):
     content = report.to_dict()["divergence"]
     assert [entry["place"] for entry in content] == ["embed_tokens", 0, 1, 2, 3, 4, "norm"]

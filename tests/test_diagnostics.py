@@ -1,5 +1,6 @@
 """Activations, gate scores, first-token states, sparsity and interventions, against direct computation."""
 
+import contextlib
 import functools
 import json
 import math
@@ -16,6 +17,7 @@ from gated_llama.diagnostics import (
     FirstTokenStates,
     GateScores,
     OutputSparsity,
+    attention_maps,
     delimiter_token_ids,
     evicted_keys,
     gate_interventions,
@@ -27,6 +29,7 @@ from gated_llama.diagnostics import (
     streaming_interventions,
 )
 from gated_llama.diagnostics.activations import _steps
+from gated_llama.diagnostics.gates import _GateSums
 from gated_llama.diagnostics.interventions import rounded
 from gated_llama.diagnostics.states import _SparsitySums
 from gated_llama.diagnostics.visibility import sequence_layout
@@ -133,6 +136,42 @@ def test_a_planted_spike_writer_is_found_and_nothing_else(tiny_model):
     assert observe(Activations(model), model, ids).spike_writers == []
 
 
+class Packed(nn.Linear):
+    """As quantisers hold a matrix: in another shape and dtype, beside scales of its own."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        scale = linear.weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
+        codes = (linear.weight / scale).round().to(torch.int8)
+        self.weight = nn.Parameter(codes.view(torch.uint8).reshape(-1, 1), requires_grad=False)
+        self.bias = linear.bias
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        matrix = self.weight.view(torch.int8).view(self.out_features, -1) * self.scale
+        return nn.functional.linear(x, matrix, self.bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_spike_writers_of_quantised_maps_are_found(bias, tiny_model):
+    """Their columns are what the map makes of its units, whatever it stores."""
+    model, (ids, _) = tiny_model(mlp_bias=bias), texts()
+    ids[:, 0] = 1
+    plant_spike(model, token=1, layer=1, unit=30, dimension=17, weight=2.0)
+    if bias:
+        nn.init.normal_(model.model.layers[1].mlp.down_proj.bias, std=3.0)
+    plain = observe(Activations(model), model, ids).spike_writers
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Packed(layer.mlp.down_proj)
+    (found,) = observe(Activations(model), model, ids).spike_writers
+    assert (found.layer, found.unit, found.dimension) == (1, 30, 17)
+    assert found.contribution == pytest.approx(plain[0].contribution, rel=1e-5)
+    assert found.contribution == pytest.approx(2.0 * found.first_token_activation, rel=1e-5)  # without the bias
+    with pytest.raises(ValueError, match="quantised already"):
+        quantisation_interventions(model)
+
+
 def test_step_down_is_the_layer_that_erases():
     assert _steps([1.0, 2.0, 800.0, 900.0, 890.0, 3.0, 4.0]) == (2, 5)
     assert _steps([5.0, 4.0, 3.0]) == (0, None)
@@ -208,6 +247,20 @@ def test_dead_and_saturated_heads_are_named(tiny_model):
     assert result.layers == [0, 2]
     assert (result.dead_heads, result.saturated_heads) == ([[2, 0]], [[2, 2]])
     assert result.below[1] == pytest.approx([1, 0, 0, 0])
+
+
+def test_dead_and_saturated_mean_99_percent(tiny_model):
+    probe = GateScores(tiny_model(gate_granularity="headwise"))
+    scores = torch.full((1, 1000, 4, 1), 0.5)
+    for head, (count, score) in enumerate([(989, 0.05), (990, 0.05), (989, 0.95), (990, 0.95)]):
+        scores[:, :count, head] = score
+    probe._sums = {2: _GateSums(4, 1, 0.0, 1.0, 400)}
+    probe._sums[2].add(scores, sequence_layout(1, 1000, "cpu"))
+    probe.tokens = 1000
+    result = probe.result()
+    assert result.below == [pytest.approx([0.989, 0.99, 0, 0])]
+    assert result.above == [pytest.approx([0, 0, 0.989, 0.99])]
+    assert (result.dead_heads, result.saturated_heads) == ([[2, 1]], [[2, 3]])
 
 
 FOREIGN = {
@@ -418,6 +471,30 @@ def test_mean_nll_is_the_models_own_loss(tiny_model):
     for batches, message in (([], "no text"), ([ids[:, :1]], "1 tokens"), ([ids[0]], "token ids")):
         with pytest.raises(ValueError, match=message):
             mean_nll(model, batches)
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_a_model_in_training_is_measured_without_dropout_and_goes_on_training(random, tiny_model, randomize_gates):
+    model = tiny_model(attention_dropout=0.5)
+    model = randomize_gates(model) if random else model
+    ids = texts()[0]
+    measures = {
+        "nll": lambda: mean_nll(model, [ids])[0],
+        "maps": lambda: attention_maps(model, ids[0], [2])[2].tolist(),
+        "interventions": lambda: measure_interventions(model, [ids], {"same": contextlib.nullcontext}),
+    }
+    expected = {name: measure() for name, measure in measures.items()}
+    model.train().model.layers[1].eval()  # a layer that is kept from dropout stays so
+    before = modes(model)
+    assert {name: measure() for name, measure in measures.items()} == expected
+    assert modes(model) == before
+    with pytest.raises(ValueError, match="no text to measure"):
+        mean_nll(model, [])
+    assert modes(model) == before
 
 
 def test_interventions_are_measured_on_the_same_tokens(tiny_model, randomize_gates):

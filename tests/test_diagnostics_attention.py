@@ -147,6 +147,31 @@ def test_a_sink_at_the_third_key_is_told_from_the_first():
     assert result.mean < 0.05
 
 
+def test_a_sink_among_the_late_keys_is_not_any_key():
+    """Few queries are behind them, so that their means say little: any-k looks at the first half of the window."""
+    late, half = ([3] * before + [1] + [3] * (63 - before) for before in (49, 31))
+    result = measure(constant_sink(5.0), torch.tensor([late]))
+    assert [result.sink_rate(k) for k in (50, None)] == [1.0, 0.0]
+    assert measure(constant_sink(5.0), torch.tensor([half])).sink_rate(None) == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:Positions restart")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_first_tokens_own_row_counts_for_no_key(apart, implementation):
+    """Also where it sees the document before its own, and its weight on itself is no longer 1."""
+    model, ids = build(implementation=implementation), tokens(1, 24)
+    documents = [(0, 9), (9, 15)]
+    kwargs = {"position_ids": torch.cat([torch.arange(length) for _, length in documents])[None]}
+    kwargs["use_cache"] = not apart
+    result = measure(model, ids, probe_options={"sink_window": 8}, **kwargs)
+    for layer, attention in enumerate(maps_of(model, ids, **kwargs)):
+        for key in range(8):
+            rows = [attention[0, :, first + max(key, 1) : first + 8, first + key] for first, _ in documents]
+            measured = torch.tensor([head[key] for head in result.key_attention[layer]])
+            torch.testing.assert_close(measured, torch.cat(rows, dim=-1).mean(dim=-1), **FP32)
+
+
 def test_the_most_attended_key_follows_a_sink_that_moves():
     """One document has its sink on the third key, the other on the first; the last is too short to count."""
     texts = [[3, 3, 1] + [3] * 97, [1] + [3] * 63, [1] + [3] * 62]

@@ -3,15 +3,20 @@
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import typer
 from datasets import Dataset
 from evaluation_support import ROOTS, STORIES, make_job
 from huggingface_hub import ModelCard
+from lm_eval.loggers.utils import get_git_commit_hash
+from lm_eval.tasks import TaskManager
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -21,10 +26,12 @@ from gated_llama.evaluation import build_model, compare, evaluate
 from gated_llama.evaluation.card import add_results
 from gated_llama.evaluation.command import main
 from gated_llama.evaluation.documents import openings
+from gated_llama.evaluation.pairing import ENOUGH, Row, collect
 from gated_llama.evaluation.programs import passes
 from gated_llama.evaluation.report import _stems, to_markdown, write
-from gated_llama.evaluation.run import TASKS, local_data, parse
-from gated_llama.evaluation.statistics import SCALES, interval, mcnemar, paired
+from gated_llama.evaluation.run import TASKS, commit, local_data, parse
+from gated_llama.evaluation.statistics import SCALES, Paired, interval, mcnemar, paired
+from gated_llama.hub import read_card, write_card
 from gated_llama_cli import eval as eval_command
 
 
@@ -56,7 +63,10 @@ def test_identity_is_identical_to_the_last_digit(identity, tmp_path):
         assert {row.values.difference for row in comparison.rows} == {0.0}
         assert not any(row.values.changed or row.clear for row in comparison.rows)
         assert {row.name for row in comparison.rows} == set(EVERY_KIND.split(","))
-    assert {row.metric for row in found[0].rows} >= {"acc", "acc_norm", "exact_match", "token_perplexity"}
+    better = {row.metric: row.higher_is_better for row in found[0].rows}
+    assert better.items() >= dict.fromkeys(("acc", "acc_norm", "exact_match"), True).items()
+    assert not any(higher for metric, higher in better.items() if "perplexity" in metric)
+    assert "token_perplexity" in better
     token = [row.values.base for c in found for row in c.rows if row.metric == "token_perplexity"]
     assert token[0] != token[1]  # the two policies are two measurements
     text = to_markdown(found)
@@ -93,6 +103,27 @@ def test_random_gates_differ_and_noise_is_told_apart(random_gates, monkeypatch):
         reported = comparison.results["model"]["results"][row.name][f"{row.metric},{row.filter}"]
         assert row.values.model == pytest.approx(reported, rel=1e-12)
     assert 0 <= rows["hellaswag", "acc"].values.p_value <= 1
+
+
+@pytest.mark.parametrize("bos", ["auto", "none"])
+def test_token_perplexity_is_per_scored_token(bos, random_gates):
+    """From the model's own logits of each document, which all fit its context."""
+    job = make_job(random_gates, "perplexity_law_en", "--limit", "3")
+    job.tasks["perplexity_law_en"].config.process_docs = None
+    lm = build_model(job.config, job.config.model_args | {"bos": bos, "max_length": 4096})
+    results = evaluate(job, lm)
+    total = count = 0
+    for sample in results["samples"]["perplexity_law_en"]:
+        ((text,),) = sample["arguments"]
+        ids = torch.tensor([lm.tokenizer.encode(text, add_special_tokens=bos == "auto")])
+        with torch.no_grad():
+            logits = lm.model(ids).logits[0, :-1].log_softmax(-1)
+        score = logits.gather(1, ids[0, 1:, None]).sum().item()
+        # Logarithms are added in another order, in float32.
+        assert sample["token_perplexity"] == (pytest.approx(score, rel=1e-5), ids.shape[1] - 1)
+        total, count = total + score, count + ids.shape[1] - 1
+    found = results["results"]["perplexity_law_en"]
+    assert found["token_perplexity,none"] == pytest.approx(np.exp(-total / count), rel=1e-5)
 
 
 def test_probes_measure_both_where_they_can(random_gates):
@@ -151,6 +182,24 @@ def test_other_token_ids_are_refused(sample, runs, message, identity, base, monk
     assert len(calls) == runs
 
 
+def test_requests_that_become_others_in_the_model_s_run_are_refused(identity, monkeypatch):
+    """They are built anew there, from what is the model's own."""
+    module, runs = sys.modules["gated_llama.evaluation.compare"], []
+
+    def changing(job, lm):
+        results = evaluate(job, lm)
+        runs.append(lm)
+        if len(runs) == 2:
+            request = job.tasks["hellaswag"].instances[-1]
+            request.arguments = (request.arguments[0], f"{request.arguments[1]} And more.")
+        return results
+
+    monkeypatch.setattr(module, "evaluate", changing)
+    with pytest.raises(ValueError, match=r"reads other token ids than .* in hellaswag"):
+        compare(make_job(identity, "hellaswag", "--limit", "1"), str(STORIES), noise_floor="off")
+    assert len(runs) == 2
+
+
 def test_other_dtype_context_or_template_is_refused(identity, base):
     job = make_job(identity, "hellaswag", "--limit", "1")
     (base / "chat_template.jinja").write_text("{{ messages }}")
@@ -167,6 +216,47 @@ def test_other_dtype_context_or_template_is_refused(identity, base):
     job.config.model_args.pop("dtype")
     with pytest.raises(ValueError, match=r"bfloat16.*float32.*dtype="):
         compare(job, str(base), noise_floor="off")
+
+
+@pytest.mark.parametrize(
+    ("difference", "noise", "documents", "clear"),
+    [
+        (0.10, 0.09, ENOUGH, True),
+        (0.10, -0.09, ENOUGH, True),
+        (-0.10, 0.09, ENOUGH, True),
+        (0.10, 0.10, ENOUGH, False),
+        (0.10, 0.11, ENOUGH, False),
+        (0.10, -0.11, ENOUGH, False),
+        (-0.10, 0.11, ENOUGH, False),
+        (0.10, None, ENOUGH, True),
+        (0.10, None, ENOUGH - 1, False),
+        (0.04, 0.01, ENOUGH, False),  # zero is inside
+        (0.05, 0.01, ENOUGH, False),  # and at the end
+    ],
+)
+def test_a_difference_is_clear_beyond_its_interval_and_the_noise(difference, noise, documents, clear):
+    def moved(by: float) -> Paired:
+        low, high = (round(by + side, 6) for side in (-0.05, 0.05))
+        return Paired(documents, 0.5, 0.5 + by, by, low, high, p_value=None, changed=documents)
+
+    row = Row("task", "acc", "none", "", True, moved(difference), None if noise is None else moved(noise))
+    assert row.clear is clear
+
+
+@pytest.mark.parametrize(
+    ("told", "better"), [({"m": True}, True), ({"m": False}, False), ({"m": None}, True), ({}, True)]
+)
+def test_higher_is_better_unless_the_task_says_otherwise(told, better):
+    def of(value):
+        sample = {"filter": "none", "doc_id": 0, "doc_hash": "0", "metrics": ["m"], "m": value}
+        return {"samples": {"task": [sample]}, "higher_is_better": {"task": told}}
+
+    task = SimpleNamespace(aggregation=dict)
+    assert collect({"task": task}, of(0.0), of(1.0)).by_task["task"]["m", "none"].higher_is_better is better
+    other = of(1.0)
+    other["samples"]["task"][0]["doc_hash"] = "1"
+    with pytest.raises(ValueError, match="results of task are of different documents"):
+        collect({"task": task}, of(0.0), other)
 
 
 # Statistics
@@ -280,6 +370,8 @@ def test_programs_are_run_against_their_tests(monkeypatch):
         tests = f"{doc['test']}\ncheck({doc['entry_point']})"
         assert passes(doc["prompt"] + doc["canonical_solution"], tests)
         assert not passes(doc["prompt"] + "    return None\n", tests)
+    for code in (1, 2, 3, 255):
+        assert not passes(f"raise SystemExit({code})", "")
     monkeypatch.setattr("gated_llama.evaluation.programs.TIMEOUT", 0.5)
     assert not passes("while True: pass", "")
     monkeypatch.setenv("SECRET", "x")
@@ -291,10 +383,14 @@ def test_programs_are_run_against_their_tests(monkeypatch):
 
 def test_card_carries_the_scores(identity, tmp_path):
     folder = shutil.copytree(identity, tmp_path / "model")
+    with open(folder / "README.md", "ab") as card:
+        card.write(b"A na\xefve note that is not UTF-8.\n")
     job = make_job(identity, "hellaswag")
     results = evaluate(job, build_model(job.config))
     for _ in range(2):  # a second time replaces
         add_results(folder, results, job.tasks)
+    assert (folder / "README.md").read_bytes().endswith(b"A na\xefve note that is not UTF-8.\n")
+    write_card(folder / "README.md", read_card(folder / "README.md").replace("\udcef", "i"))  # for the library
     data = ModelCard.load(folder / "README.md").data
     assert data.tags == ["gated-attention", "gated_llama"]
     found = {result.metric_type: result for result in data.eval_results}
@@ -318,7 +414,8 @@ def test_card_keeps_tasks_apart_that_share_a_data_set(identity, tmp_path):
     assert card.data.model_name == "model"
     found = {(result.dataset_name, result.metric_type): result.metric_value for result in card.data.eval_results}
     assert found["hellaswag", "acc"] == found["hellaswag_twin", "acc"] == results["results"]["hellaswag"]["acc,none"]
-    assert ("perplexity_law_en (first 4,000 bytes)", "token_perplexity") in found
+    perplexity = found["perplexity_law_en (first 4,000 bytes)", "token_perplexity"]
+    assert perplexity == pytest.approx(results["results"]["perplexity_law_en"]["token_perplexity,none"], abs=1e-6)
     assert ("perplexity_law_en", "token_perplexity") not in found
 
 
@@ -441,8 +538,18 @@ def test_flags_win_over_a_configuration_file_item_by_item(tmp_path):
 def test_pictures_are_not_missed_at_the_end(command, identity, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = command(identity, "--against", STORIES, "--tasks", "hellaswag", "--output_path", tmp_path)
-    assert isinstance(result.exception, ValueError)
+    assert isinstance(result.exception, ImportError)
     assert "Pictures need matplotlib" in str(result.exception)
+
+
+def test_a_task_that_needs_a_package_names_it(identity, capsys, monkeypatch):
+    def load(manager, names):
+        raise ModuleNotFoundError("No module named 'langdetect'", name="langdetect")
+
+    monkeypatch.setattr(TaskManager, "load", load)
+    assert main(["--tasks", "hellaswag", "--model_args", f"pretrained={identity}"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == "Error: hellaswag needs a package that is not installed: No module named 'langdetect'"
 
 
 def test_missing_extra_names_the_fix(monkeypatch):
@@ -451,7 +558,28 @@ def test_missing_extra_names_the_fix(monkeypatch):
         importlib.reload(gated_llama.evaluation)
 
 
-def test_module_prints_the_table(identity, capsys):
+def test_module_prints_the_table(identity, capfd, tmp_path, monkeypatch):
+    """With headings (those of an old pytablewriter are A, B, C), and outside a repository without a word from git."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
     arguments = ["--tasks", "hellaswag", "--model_args", f"pretrained={identity}", "--limit", "1"]
-    assert main([*arguments, "--data-root", str(ROOTS[0])]) == 0
-    assert "acc_norm" in capsys.readouterr().out
+    assert main([*arguments, "--data-root", str(ROOTS[0].absolute())]) == 0
+    printed = capfd.readouterr()
+    heading = printed.out.splitlines()[0]
+    assert [cell.strip() for cell in heading.split("|") if cell.strip()][:5] == [
+        "Tasks", "Version", "Filter", "n-shot", "Metric",
+    ]  # fmt: skip
+    assert "acc_norm" in printed.out
+    assert "fatal" not in printed.err
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert commit() is None
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for call in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *call], check=True)
+    assert commit() == get_git_commit_hash()
+    assert len(commit()) >= 7

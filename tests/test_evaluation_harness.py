@@ -1,9 +1,12 @@
 """The model class `gated-llama` in lm-evaluation-harness: same numbers every way, beginnings, fits, probes, cache."""
 
+import inspect
 import json
+import math
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +17,12 @@ from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from gated_llama.convert import convert_checkpoint
 from gated_llama.diagnostics import FirstTokenAttention, GateScores
 from gated_llama.evaluation import GatedLlamaLM, build_model, evaluate
 from gated_llama.evaluation.cache import cache_name
+from gated_llama.evaluation.harness import BESIDE_A_MODEL
+from gated_llama.evaluation.probes import TIMED_BATCHES
 
 
 # The harness and `datasets` are not ours to keep free of deprecations.
@@ -134,6 +140,10 @@ def test_auto_batch_size_is_detected_once_for_shorter_tasks(random_gates, monkey
     short = request("loglikelihood", TEXT, " Yes.", task="short")
     lm.loglikelihood([long, short], disable_tqdm=True)
     assert len(calls) == 1
+    calls.clear()
+    lm = GatedLlamaLM(random_gates, batch_size="auto", max_batch_size=4, **CPU)
+    lm.loglikelihood([short, long], disable_tqdm=True)  # what holds for a shorter one may not for a longer one
+    assert len(calls) == 2
 
 
 def test_adapters_are_applied(random_gates, tmp_path):
@@ -153,6 +163,67 @@ def test_adapters_are_applied(random_gates, tmp_path):
     assert found["with"] == found["in memory"]
     assert found["with"] != found["without"]
     assert lms["with"].get_model_info()["probes"]["task"]["gate_scores"]["mean"] > 0
+
+
+# A loaded model
+
+LOADING = (
+    *("peft", "delta", "dtype", "revision", "subfolder", "device", "parallelize", "tp_plan", "gguf_file", "autogptq"),
+    *("gptqmodel", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "trust_remote_code"),
+    *("use_fast_tokenizer", "load_in_4bit", "attn_implementation", "quantization_config", "nonsense"),
+)
+
+
+@pytest.fixture
+def loaded(random_gates):
+    model = AutoModelForCausalLM.from_pretrained(random_gates, attention_dropout=0.5)
+    return model, AutoTokenizer.from_pretrained(random_gates)
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_options_that_a_loaded_model_makes_meaningless_are_refused_by_name(name, loaded):
+    model, tokenizer = loaded
+    with pytest.raises(ValueError, match=rf"^{name} beside a loaded model would change nothing: load the GatedLlama"):
+        GatedLlamaLM(model, tokenizer=tokenizer, **{name: "auto"})
+
+
+def test_every_other_option_is_taken_beside_a_loaded_model(loaded, random_gates):
+    model, _ = loaded
+    known = set(inspect.signature(HFLM.__init__).parameters) - {"self", "pretrained", "kwargs"}
+    assert known - set(LOADING) == set(BESIDE_A_MODEL)
+    unset = {"peft": None, "parallelize": False}
+    named = GatedLlamaLM(model, tokenizer=random_gates, use_fast_tokenizer=True, max_length=99, **unset)
+    assert named.max_length == 99
+    assert GatedLlamaLM(model).tokenizer.name_or_path == random_gates  # the model's own
+    model.name_or_path = ""
+    with pytest.raises(ValueError, match="loaded from no folder: give tokenizer="):
+        GatedLlamaLM(model)
+
+
+def test_a_loaded_model_goes_on_in_its_mode_and_is_measured_without_dropout(loaded):
+    model, tokenizer = loaded
+    tokenizer.pad_token = None
+    asked = [REQUESTS["loglikelihood"], REQUESTS["loglikelihood_rolling"], REQUESTS["generate_until"]]
+    expected = [
+        getattr(GatedLlamaLM(model, tokenizer=tokenizer), each.request_type)([each], disable_tqdm=True)
+        for each in asked
+    ]
+    model.train().model.layers[1].eval()  # a layer that is kept from dropout stays so
+    before = [module.training for module in model.modules()]
+    lm = GatedLlamaLM(model, tokenizer=tokenizer, probes="gates,sink")
+    assert [module.training for module in model.modules()] == before
+    for each, answer in zip(asked, expected, strict=True):
+        assert getattr(lm, each.request_type)([each], disable_tqdm=True) == answer
+        assert [module.training for module in model.modules()] == before
+    with pytest.raises(ValueError, match="do not fit"):
+        lm.loglikelihood([request("loglikelihood", TEXT * 50, " Yes.")], disable_tqdm=True)
+    assert [module.training for module in model.modules()] == before
+    assert tokenizer.pad_token is None
+    assert lm.tokenizer.pad_token is not None
+
+
+def test_a_path_is_a_folder(identity):
+    assert GatedLlamaLM(Path(identity), **CPU).pretrained == identity
 
 
 # Beginnings
@@ -269,6 +340,16 @@ def test_gates_that_loading_would_lose_are_refused(random_gates, tmp_path):
         GatedLlamaLM(str(folder), **CPU)
 
 
+def test_a_model_that_computes_no_numbers_has_no_scores(identity):
+    """Of log-likelihoods that are nan, the largest is any one."""
+    lm = GatedLlamaLM(identity, **CPU)
+    lm.model.get_parameter("model.norm.weight").data[0] = float("nan")
+    with pytest.raises(ValueError, match="gives nan as logits"):
+        lm.loglikelihood([request("loglikelihood", "Once", " upon")])
+    with pytest.raises(ValueError, match="gives nan as logits"):
+        lm.loglikelihood_rolling([request("loglikelihood_rolling", "Once upon a time")])
+
+
 def test_none_scores_from_the_second_token(identity):
     lm = GatedLlamaLM(identity, bos="none", **CPU)
     prefix, tokens = lm.rolling_ids(TEXT)
@@ -325,6 +406,37 @@ def test_a_prompt_that_just_fits_is_not_refused(identity):
     GatedLlamaLM(identity, max_length=length - 1, **CPU).loglikelihood([asked], disable_tqdm=True)
     with pytest.raises(ValueError, match="do not fit"):
         GatedLlamaLM(identity, max_length=length - 2, **CPU).loglikelihood([asked], disable_tqdm=True)
+
+
+def test_an_answer_longer_than_the_context_is_refused_even_where_prompts_are_cut(identity):
+    whole = GatedLlamaLM(identity, **CPU).request_ids(REQUESTS["empty context"])
+    lms = [GatedLlamaLM(identity, max_length=len(whole) - n, on_truncation="count", **CPU) for n in (1, 2)]
+    lms[0].loglikelihood([REQUESTS["empty context"]], disable_tqdm=True)
+    with pytest.raises(ValueError, match=rf"An answer of task has {len(whole) - 1} tokens and the context"):
+        lms[1].loglikelihood([REQUESTS["empty context"]], disable_tqdm=True)
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "generate_until"])
+def test_requests_at_the_edge_of_the_context_are_counted_as_they_are_cut(kind, identity, monkeypatch):
+    """What the model reads is the whole request where there is room for it, and shorter where there is not."""
+    asked = request("generate_until", TEXT, {"max_gen_toks": 1}) if kind == "generate_until" else REQUESTS[kind]
+    whole = GatedLlamaLM(identity, **CPU).request_ids(asked)
+    read = whole if kind == "generate_until" else whole[:-1]
+    fits = len(read) + (1 if kind == "generate_until" else 0)
+    for length, cut in ((fits, 0), (fits - 1, 1)):
+        lm = GatedLlamaLM(identity, max_length=length, on_truncation="count", **CPU)
+        seen = seen_by(lm, monkeypatch)
+        getattr(lm, asked.request_type)([asked], disable_tqdm=True)
+        assert (seen[0][0] == read) is not bool(cut)
+        assert lm.count_truncated({"task": SimpleNamespace(instances=[asked])}) == ({"task": 1} if cut else {})
+
+
+@pytest.mark.parametrize("bos", ["auto", "none", "always", "</s>"])
+@pytest.mark.parametrize("added", [[1], [1, 1]])
+def test_a_tokenizer_that_begins_twice_begins_once(bos, added, identity):
+    lm = GatedLlamaLM(identity, bos=bos, **CPU)
+    body = lm.tokenizer.encode(TEXT, add_special_tokens=False)
+    assert lm.begin(added + body) == {"auto": [1], "none": [], "always": [1], "</s>": [2]}[bos] + body
 
 
 def test_no_room_for_a_prompt(identity):
@@ -399,6 +511,14 @@ def test_probes_measure_exactly_the_scored_tokens(random_gates):
         assert report["gate_scores"]["mean"] == pytest.approx(gates.result().mean, rel=1e-5)
 
 
+def test_only_the_first_batches_are_run_twice(random_gates, monkeypatch):
+    lm = GatedLlamaLM(random_gates, batch_size=1, probes="sink", **CPU)
+    seen = seen_by(lm, monkeypatch)
+    asked = [request("loglikelihood", TEXT[: 5 * n], " Yes.", index=n) for n in range(1, 6)]
+    lm.loglikelihood(asked, disable_tqdm=True)
+    assert len(seen) == len(asked) + TIMED_BATCHES
+
+
 def test_a_row_that_ends_in_zeros_keeps_them(random_gates):
     """Token 0 is also what the harness pads with."""
     lm = GatedLlamaLM(random_gates, batch_size=2, probes="sink", **CPU)
@@ -462,7 +582,13 @@ def test_cache_names_tell_models_and_options_apart(identity, random_gates):
         GatedLlamaLM(identity, device="cpu", dtype="bfloat16"),
         GatedLlamaLM(identity, batch_size=2, **CPU),
         GatedLlamaLM(identity, max_length=100, **CPU),
+        GatedLlamaLM(identity, on_truncation="count", **CPU),
+        GatedLlamaLM(identity, attn_implementation="eager", **CPU),
+        GatedLlamaLM(identity, softmax_dtype="float64", **CPU),
+        GatedLlamaLM(identity, think_end_token="</s>", **CPU),
+        GatedLlamaLM(identity, **CPU),
     ]
+    variants[-1].model.generation_config.repetition_penalty = 2.0
     names = [cache_name("answers", lm) for lm in variants]
     assert len(set(names)) == len(names)
     assert names[0] == cache_name("answers", GatedLlamaLM(identity, **CPU))
@@ -477,3 +603,18 @@ def test_extended_context_is_read_from_the_configuration(base):
     (base / "config.json").write_text(json.dumps(config))  # max_position_embeddings stays 512, as in Qwen's cards
     assert GatedLlamaLM(str(base), **CPU).max_length == 2048
     assert GatedLlamaLM(str(base), max_length=300, **CPU).max_length == 300
+
+
+def test_the_amplitude_of_yarn_is_that_of_the_conversion(base, tmp_path):
+    """A source with `attn_factor`, which the library ignores: both sides of a comparison are read alike."""
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attn_factor": 0.5}
+    config["rope_parameters"]["original_max_position_embeddings"] = 128
+    (base / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(base, tmp_path / "gated")
+    found = [GatedLlamaLM(str(folder), device="cpu").model for folder in (base, tmp_path / "gated")]
+    expected = 0.5 * (0.1 * math.log(4) + 1)
+    assert [model.model.rotary_emb.attention_scaling for model in found] == pytest.approx([expected, expected])
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(*(model(ids).logits for model in found))

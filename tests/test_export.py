@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -12,9 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gated_llama import GatedLlamaForCausalLM
-from gated_llama.convert import layouts, rewriting, target_configs
+from gated_llama.convert import export, layouts, parity, rewriting, target_configs
 from gated_llama.convert.checkpoint import convert_checkpoint
 from gated_llama.convert.export import export_checkpoint
+from gated_llama.convert.loading import Loadable
 from gated_llama.convert.parity import load_step3p5
 from gated_llama.convert.rewriting import NEUTRAL_SCALE, gain_factors, neutral_gain, storable_eps
 from gated_llama.convert.tokenizer import PROBES
@@ -189,6 +191,113 @@ def test_a_mistake_fails_the_comparison(mistake, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="does not compute what its source computes"):
         export_checkpoint(tmp_path / "source", tmp_path / "out", target="qwen3_5_text")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("target", ["qwen3_5_text", "step3p5"])
+def test_an_export_that_is_wrong_far_from_position_0_only_fails(target, tmp_path, monkeypatch):
+    """A base that is off by 2e-5 turns nothing within 64 tokens, and the last of 32768 by half a degree."""
+    build(tmp_path / "source", max_position_embeddings=32768)
+    written = target_configs.written_rotary
+    monkeypatch.setattr(
+        target_configs,
+        "written_rotary",
+        lambda c: written(c) | {"rope_theta": c.rope_parameters["rope_theta"] * 1.00002},
+    )
+    sample = parity.sample
+
+    def near(config, source):
+        ids, positions = sample(config, source)
+        return ids, positions[:1].expand_as(positions)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parity, "sample", near)
+        export_checkpoint(tmp_path / "source", tmp_path / "near", target=target)
+    with pytest.raises(ValueError, match="does not compute what its source computes"):
+        export_checkpoint(tmp_path / "source", tmp_path / "out", target=target)
+    assert not (tmp_path / "out").exists()
+
+
+def test_compared_positions_reach_from_the_first_to_the_last(tmp_path):
+    model = build(tmp_path / "source", max_position_embeddings=5000)
+    ids, positions = parity.sample(model.config, Loadable.open(tmp_path / "source"))
+    assert ids.shape == positions.shape == (2, 64)
+    assert positions[0].tolist() == list(range(64))
+    assert (positions[1, 0], positions[1, -1]) == (0, 4999)
+    steps = positions[1].diff()
+    assert (steps.min(), steps.max()) == (79, 80)
+
+
+def judged(errors):
+    """Two rows of 100 tokens, logits up to 1, in which some tokens are off by multiples of the tolerance."""
+    expected = torch.linspace(-1, 1, 8).double().repeat(2, 100, 1)
+    found = expected.clone()
+    for (row, token), error in errors.items():
+        found[row, token, 3] += error * parity.TOLERANCES[torch.float32]
+    return parity.judge(expected, found, torch.float32)
+
+
+JUDGED = {
+    "nothing": ({}, True),
+    "a little everywhere": ({(row, token): 0.9 for row in (0, 1) for token in range(100)}, True),
+    "too much everywhere": ({(row, token): 1.1 for row in (0, 1) for token in range(100)}, False),
+    "outliers within bounds": ({(1, token): 90.0 for token in (3, 50, 99)}, True),
+    "one wild token": ({(1, 99): 110.0}, False),
+    "one wild first token": ({(0, 0): 110.0}, False),
+    "few in all, many in one row": ({(1, token): 2.0 for token in range(92, 100)}, False),
+    "few in both rows": ({(row, token): 2.0 for row in (0, 1) for token in range(96, 100)}, True),
+    "not a number": ({(0, 7): math.nan}, False),
+    "infinite": ({(0, 7): math.inf}, False),
+}
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_what_passes(case):
+    errors, passes = JUDGED[case]
+    result = judged(errors)
+    assert result.passes == passes
+    assert result.tokens == 200
+
+
+def test_a_few_wild_tokens_fail_an_export(tmp_path, monkeypatch):
+    """Three ids of 128 have another embedding: fewer than 5 % of the tokens of a row."""
+    build(tmp_path / "source", gate_granularity="elementwise", tie_word_embeddings=False)
+    read = export.read_rounded
+
+    def misread(checkpoint, name, dtype):
+        tensor = read(checkpoint, name, dtype)
+        if name == "model.embed_tokens.weight":
+            tensor = tensor.clone()
+            tensor[:3] += 1
+        return tensor
+
+    rows = torch.arange(3, 128).repeat(2, 1)[:, :64]
+    rows[:, -1] = torch.tensor([0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "read_rounded", misread)
+        patch.setattr(parity, "sample", lambda *_: (rows, torch.arange(64).repeat(2, 1)))
+        with pytest.raises(ValueError, match="does not compute what its source computes") as error:
+            export_checkpoint(tmp_path / "source", tmp_path / "out", target="qwen3_5_text")
+    usual = float(re.search(r"logits differ by ([^ ]+) ", str(error.value))[1])
+    assert usual <= FLOAT32  # the share of right tokens alone would have let it pass
+
+
+@pytest.mark.parametrize("target", QWEN)
+def test_neutral_norms_stay_neutral_under_large_key_biases(target, tmp_path, monkeypatch):
+    """Keys of size 100 are still far below epsilon at 2^-30, and no longer at 2^-18 or 2^-22."""
+    model = build(tmp_path / "source", qkv_bias=True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.normal_(std=100)
+            layer.self_attn.q_proj.weight.mul_(0.02)
+            layer.self_attn.q_proj.bias.mul_(0.02)
+    model.save_pretrained(tmp_path / "source")
+    report = export_checkpoint(tmp_path / "source", tmp_path / "out", target=target)
+    assert report.parity.max_abs_difference <= FLOAT32
+    for exponent in (18, 22):
+        monkeypatch.setattr(rewriting, "NEUTRAL_SCALE", 2.0**-exponent)
+        weaker = export_checkpoint(tmp_path / "source", tmp_path / f"{exponent}", target=target, verify=False)
+        exported = AutoModelForCausalLM.from_pretrained(weaker.output).eval()
+        assert difference(model, exported, IDS) > 2 * FLOAT32
 
 
 # Un-gating

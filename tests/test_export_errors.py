@@ -42,7 +42,18 @@ REFUSALS = {
     "dynamic rotary": (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 2.0}},
         "qwen3_5_text",
+        "dynamic rotary",
+    ),
+    "proportional rotary": (
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 50000.0, "factor": 2.0}},
+        "afmoe",
         "rotary of another type",
+    ),
+    "exact borders and step3p5": ({"rope_parameters": {**ROTARY["yarn"], "truncate": False}}, "step3p5", "compared"),
+    "exact borders and the paper": (
+        {"rope_parameters": {**ROTARY["yarn"], "truncate": False}},
+        "paper",
+        "rounds them",
     ),
     "another activation": ({"hidden_act": "gelu"}, "afmoe", "SiLU"),
     "partial rotary and afmoe": (

@@ -123,6 +123,11 @@ FEATURES = {
     "YaRN with settings": {
         "rope_parameters": {**ROTARY["yarn"], "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.4}
     },
+    "YaRN without an amplitude": {"rope_parameters": {**ROTARY["yarn"], "attention_factor": 1.0}},
+    "YaRN as DeepSeek writes it": {"rope_parameters": {**ROTARY["yarn"], "mscale": 0.7, "mscale_all_dim": 1.3}},
+    "YaRN from the lengths": {"rope_parameters": {**ROTARY["yarn"], "factor": None}},
+    "YaRN that stretches nothing": {"rope_parameters": {**ROTARY["yarn"], "factor": 1.0, "attention_factor": 1.2}},
+    "YaRN short of the context": {"rope_parameters": {**ROTARY["yarn"], "factor": 2.0}},
     "gate bias": {"gate_bias": True},
     "all biases that fit": {"gate_bias": True, "qkv_bias": True},
 }
@@ -379,7 +384,11 @@ REFUSALS = {
         {},
         "scaled rotary under sliding windows as step35",
     ),
-    "YaRN of another kind": ({"rope_parameters": {**ROTARY["yarn"], "truncate": False}}, {}, "truncate=False"),
+    "YaRN of another kind": (
+        {"rope_parameters": {**ROTARY["yarn"], "truncate": False}},
+        {},
+        "YaRN with exact borders as step35",
+    ),
     "another activation": ({"hidden_act": "gelu"}, {}, "SiLU"),
     "float16": (ELEMENTWISE, {"dtype": "float16"}, "which float16 cannot hold"),
     "vocabulary": ({"vocab_size": 200}, {}, "embeds 200 tokens only"),
@@ -410,7 +419,7 @@ def test_no_tokenizer(tmp_path):
 def test_no_gguf_package(tmp_path, monkeypatch):
     build_with_tokenizer(tmp_path / "source")
     monkeypatch.setattr(gguf_target.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'gated-llama\[gguf\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'gated-llama\[gguf\]'"):
         export_checkpoint(tmp_path / "source", tmp_path / "out", target="gguf")
 
 

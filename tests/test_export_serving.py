@@ -100,7 +100,7 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 def test_serving_table_follows_from_the_records():
-    header, _, *rows = rows_of(serving_table())
+    header, _, *rows = rows_of(serving_table().partition("| rotary embedding |")[0])
     assert header == ["model", "gate", *EVERY_ENGINE]
     cells = {(row[0], row[1], engine): cell for row in rows for engine, cell in zip(header[2:], row[2:], strict=True)}
     assert cells["Qwen3 (QK-norm)", "elementwise", "vLLM"].startswith("as it is, `qwen3_5_text`, `afmoe` (trick)")
@@ -111,6 +111,18 @@ def test_serving_table_follows_from_the_records():
     } == {"`gguf` (trick)"}
     ungated = [row for row in rows if row[1].startswith("zero")]
     assert [set(row[2:]) for row in ungated] == [{"`qwen3`"}, {"`llama`"}, {"`llama`"}]
+
+
+def test_serving_table_of_rotary_embeddings():
+    header, _, *rows = rows_of(serving_table()[serving_table().index("| rotary embedding |") :])
+    assert header == ["rotary embedding", "gate", *EVERY_ENGINE]
+    amplitude, zero, borders, _, dynamic, _ = (dict(zip(header[2:], row[2:], strict=True)) for row in rows)
+    assert amplitude["MLX-LM"] == "`afmoe` (trick), `step3p5` (trick)"
+    assert amplitude["llama.cpp"] == "`gguf` (trick)"
+    assert (zero["vLLM"], zero["llama.cpp"]) == ("`llama`", "-")
+    assert (borders["MLX-LM"], borders["llama.cpp"]) == ("-", "-")
+    assert borders["vLLM"] == "as it is, `qwen3_5_text` (trick), `afmoe` (trick)"
+    assert set(dynamic.values()) == {"as it is", "as it is†", "-"}
 
 
 def test_records_speak_of_known_features():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import typer
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -100,6 +101,75 @@ def test_what_others_left_in_small_files_is_no_obstacle(source, tmp_path):
     assert card.endswith("# A card\n")
 
 
+@pytest.mark.parametrize("place", ["header", "text"])
+def test_a_card_that_is_not_utf8_keeps_its_bytes(place, source, tmp_path):
+    words = {"header": "caf\xe9" if place == "header" else "mit", "text": "na\xefve"}
+    card = f"---\nlicense: {words['header']}\n---\n\n# A {words['text']} card\r\n".encode("latin-1")
+    (source / "README.md").write_bytes(card)
+    extend_context(source, tmp_path / "x4", factor=4)
+    found = (tmp_path / "x4" / "README.md").read_bytes()
+    assert b"> Context extended to 2,048 tokens" in found
+    assert found.endswith(b"# A na\xefve card\r\n")
+    assert found.startswith(b"---\nlicense: mit\n---\n") is (place == "text")
+
+
+MODEL_FILES = ("LICENSE", "chat_template.jinja", "modeling_gated.py", "picture.png", "generation_config.json")
+OTHERS = (
+    "consolidated.safetensors",
+    "params.json",
+    "training_args.bin",
+    "trainer_state.json",
+    "optimizer.pt",
+    "optimizer_0.bin",
+    "rng_state_0.pth",
+    "model-00001-of-00002.safetensors",  # of an earlier save, in no index
+    "pytorch_model.bin",
+    "original/consolidated.00.pth",
+    "runs/events",
+    "global_step10/states.pt",
+)
+
+
+def test_only_the_model_is_carried_and_the_rest_is_named(source, tmp_path):
+    for name in (*MODEL_FILES, *OTHERS, ".cache/hidden"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+    report = extend_context(source, tmp_path / "x4", factor=4)
+    assert report.left_behind == tuple(sorted({f"{name.split('/')[0]}/" if "/" in name else name for name in OTHERS}))
+    assert set(contents(tmp_path / "x4")) == {*contents(STORIES), *MODEL_FILES}
+    assert extend_context(STORIES, tmp_path / "clean", factor=4).left_behind == ()
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_shards_are_those_of_the_index(link, source, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+    (tmp_path / "shards" / "stale.safetensors").write_bytes(b"")
+    report = extend_context(tmp_path / "shards", tmp_path / "x4", factor=4, link=link)
+    assert report.left_behind == ("stale.safetensors",)
+    weights = sorted(path.name for path in (tmp_path / "shards").glob("model*"))
+    assert len(weights) > 2
+    for name in weights:
+        linked = (tmp_path / "x4" / name).samefile(tmp_path / "shards" / name)
+        assert linked is (link and name.endswith(".safetensors"))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "x4")
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), model.parameters(), strict=True))
+
+
+def test_the_code_of_a_gated_folder_is_fetched_from_the_hub(source, tmp_path, monkeypatch):
+    convert_checkpoint(source, tmp_path / "hub")
+    fetched = []
+
+    def download(repository, allow_patterns, **options):
+        fetched.extend(allow_patterns)
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr("gated_llama.convert.opening.snapshot_download", download)
+    extend_context("someone/gated", tmp_path / "x4", factor=4)
+    assert {"*.py", "README.md", "tokenizer.json", "model.safetensors"} <= set(fetched)
+    assert (tmp_path / "x4" / "modeling_gated.py").is_file()
+
+
 def test_idempotent(source, tmp_path):
     extend_context(source, tmp_path / "a", factor=4, rope_theta=1e6)
     report = extend_context(tmp_path / "a", tmp_path / "b", factor=4, rope_theta=1e6)
@@ -158,6 +228,20 @@ def test_fields_of_earlier_versions_are_kept_in_step(scaling, source, tmp_path):
     assert raw["rope_scaling"] == {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": LENGTH}
     assert raw["rope_theta"] == 10000.0
     assert raw["rope_parameters"] == yarn(4, original_max_position_embeddings=LENGTH)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite(value, source, tmp_path):
+    """Copies are read anyway; links are not, and so they are not looked at."""
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][1] = value
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"'model\.norm\.weight' of .*model\.safetensors holds values that are not finite"
+    ):
+        extend_context(source, tmp_path / "out", factor=4)
+    assert not (tmp_path / "out").exists()
+    extend_context(source, tmp_path / "linked", factor=4, link=True)
 
 
 def test_links_share_the_weights(source, tmp_path):
@@ -223,4 +307,8 @@ def test_command(source, tmp_path):
     app.callback()(lambda: None)
     result = CliRunner().invoke(app, ["extend-context", str(source), str(tmp_path / "out"), "--factor", "4"])
     assert result.exit_code == 0, result.output
+    assert "Not copied" not in result.output
     assert AutoConfig.from_pretrained(tmp_path / "out").max_position_embeddings == 4 * LENGTH
+    (source / "params.json").write_text("{}")
+    result = CliRunner().invoke(app, ["extend-context", str(source), str(tmp_path / "two"), "--factor", "4"])
+    assert "Not copied, as no part of the model: params.json\n" in result.output

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM, GatedLlamaModel
-from gated_llama.modeling_gated import GATE_ACTIVATIONS, AttentionGate
+from gated_llama.parts_gated import GATE_ACTIVATIONS, AttentionGate
 
 
 DECODER = {

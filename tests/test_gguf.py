@@ -13,10 +13,20 @@ from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
 from gguf.constants import MODEL_ARCH
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from gated_llama import GatedLlamaForCausalLM
-from gated_llama.convert import convert_checkpoint
+from gated_llama.convert import convert_checkpoint, llama_cpp
+from gated_llama.convert.gguf_vocabulary import complete
+from gated_llama.convert.verify import verify
 
 
 ARCHS = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
@@ -200,16 +210,40 @@ def test_tokenizer_of_the_file(tmp_path):
     assert result.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x"
 
 
-def test_file_without_tokenizer(tmp_path):
-    path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"), tokenizer=False)
+@pytest.mark.parametrize("vocab_size", [True, False])
+@pytest.mark.parametrize(("architecture", "fields"), [("llama", {}), ("qwen3", {"head_dim": 16})])
+def test_file_without_tokenizer(architecture, fields, vocab_size, tmp_path, monkeypatch):
+    """Then the embedding alone tells the size of the vocabulary, unless there is a key for it."""
+    if not vocab_size:
+        monkeypatch.setattr(GGUFWriter, "add_vocab_size", lambda writer, size: None)
+    path = write_gguf(tmp_path / "tiny.gguf", random_model(architecture, **fields), tokenizer=False)
     report = convert_checkpoint(path, tmp_path / "out")
     assert report.tokenizer_class is None
     assert any("no tokenizer" in note for note in report.notes)
+    assert report.config.vocab_size == TINY["vocab_size"]
+    assert verify(path, tmp_path / "out").passes()
 
 
-def refused(path: Path, match: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("feed_forward_length", 48), ("attention.layer_norm_rms_epsilon", None)],
+)
+def test_errors_speak_of_the_file(key, value, tmp_path, monkeypatch):
+    """A GGUF file has no config.json."""
+    model = random_model("llama")
+    if value is None:  # a text where a number belongs
+        monkeypatch.setattr(
+            GGUFWriter, "add_layer_norm_rms_eps", lambda writer, _: writer.add_string(f"llama.{key}", "x")
+        )
+    path = write_gguf(tmp_path / "tiny.gguf", model, extra_keys=[] if value is None else [(key, value)])
+    with pytest.raises(ValueError, match=r"metadata of tiny\.gguf") as caught:
+        convert_checkpoint(path, tmp_path / "out")
+    assert "config.json" not in str(caught.value)
+
+
+def refused(path: Path, match: str, error: type[Exception] = ValueError) -> None:
     before = sorted(os.listdir(path.parent))
-    with pytest.raises(ValueError, match=match) as caught:
+    with pytest.raises(error, match=match) as caught:
         convert_checkpoint(path, path.parent / "out")
     assert "\n" not in str(caught.value)
     assert sorted(os.listdir(path.parent)) == before
@@ -221,7 +255,10 @@ def refused(path: Path, match: str) -> None:
         ([("attention.sliding_window", 16)], r"llama.attention.sliding_window=16, which the decoder does not know"),
         ([("expert_count", 8)], "llama.expert_count=8"),
         ([("attention.value_length", 4)], "llama.attention.value_length=4"),
-        ([("rope.scaling.original_context_length", 16)], "original_context_length=16"),
+        (
+            [("rope.scaling.original_context_length", 16)],
+            "original_context_length=16, which Transformers drops when it loads GGUF.*convert from the safetensors",
+        ),
         ([("logit_scale", 2)], "logit_scale=2"),
     ],
 )
@@ -261,7 +298,147 @@ def test_package_that_is_not_installed(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"))
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "gguf" else real(name, *args))
-    refused(path, r"pip install 'gated-llama\[gguf\]'")
+    refused(path, r"pip install 'gated-llama\[gguf\]'", ImportError)
+
+
+def stating(monkeypatch, pre: str | None, **keys) -> None:
+    """What is written from now on has this pre-tokenizer (`None`: no key) and more keys `tokenizer.ggml.*`."""
+
+    def write(writer, _):
+        if pre is not None:
+            writer.add_string("tokenizer.ggml.pre", pre)
+        for key, value in keys.items():
+            (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"tokenizer.ggml.{key}", value)
+
+    monkeypatch.setattr(GGUFWriter, "add_tokenizer_pre", write)
+
+
+def original_tokenizer(path: Path, folder: Path, *steps) -> Path:
+    """The tokenizer of a file under another splitting rule, as a folder."""
+    read = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    content = json.loads(read.backend_tokenizer.to_str())
+    # The library adds <|endoftext|>, the default of a class, which the original has not.
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < TINY["vocab_size"]]
+    backend = Tokenizer.from_str(json.dumps(content))
+    if steps:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **roles).save_pretrained(folder)
+    return folder
+
+
+DIGITS = (pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False))
+CODE = "def f(x):\n\treturn 1234 + 12\n"
+
+
+@pytest.mark.parametrize(
+    ("pre", "keys", "reason"),
+    [
+        ("deepseek-coder", {}, "pre='deepseek-coder' is none of those"),
+        ("deepseek-llm", {}, "pre='deepseek-llm' is none of those"),
+        ("default", {}, "pre='default' is none of those"),
+        (None, {}, "no tokenizer.ggml.pre, which says how text is split"),
+        ("qwen2", {"fold_case": True}, "key tokenizer.ggml.fold_case is not known"),
+    ],
+)
+def test_tokenizers_are_never_guessed(pre, keys, reason, tmp_path, monkeypatch):
+    stating(monkeypatch, pre, **keys)
+    path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"))
+    refused(path, rf"{reason}.*--tokenizer FOLDER")
+
+
+def test_keys_that_change_no_ids_are_accepted(tmp_path, monkeypatch):
+    stating(monkeypatch, "gpt-2", eot_token_id=2, fim_pre_token_id=2, add_space_prefix=False)
+    path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"))
+    convert_checkpoint(path, tmp_path / "out")
+    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode(CODE) == expected.encode(CODE)
+
+
+def test_digits_are_cut_where_the_file_says_so(tmp_path, monkeypatch):
+    """SmolLM2's rule, which the library does not list."""
+    stating(monkeypatch, "smollm")
+    path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"))
+    convert_checkpoint(path, tmp_path / "out")
+    right = AutoTokenizer.from_pretrained(original_tokenizer(path, tmp_path / "original", *DIGITS))
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert found.encode(CODE) == right.encode(CODE)
+    assert found.encode(CODE) != AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name).encode(CODE)
+    report = verify(path, tmp_path / "out")
+    assert report.passes(), report.ids
+    assert report.ids_equal
+    assert report.ids.startswith("the source's tokenizer")
+
+
+@pytest.mark.parametrize(("keys", "added"), [({}, True), ({"add_bos_token": False}, False)])
+def test_the_first_token_that_a_name_implies(keys, added, tmp_path, monkeypatch):
+    """Early files of Llama 3 have no key for it; llama.cpp knows."""
+    stating(monkeypatch, "llama-bpe", **keys)
+    path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"))
+    convert_checkpoint(path, tmp_path / "out")
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (found.encode("a")[0] == 1) is added
+    assert json.loads(found.backend_tokenizer.to_str())["model"]["ignore_merges"]
+    report = verify(path, tmp_path / "out")
+    assert report.passes(), report.ids
+
+
+@pytest.mark.parametrize("pre", ["deepseek-coder", None])
+def test_the_original_tokenizer_takes_its_place(pre, tmp_path, monkeypatch):
+    stating(monkeypatch, pre)
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
+    path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"))
+    original = original_tokenizer(path, tmp_path / "original", *DIGITS)
+    convert_checkpoint(path, tmp_path / "out", tokenizer=original)
+    right = AutoTokenizer.from_pretrained(original)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode(CODE) == right.encode(CODE)
+    report = verify(path, tmp_path / "out")
+    assert report.passes()
+    assert report.ids_equal is None
+    assert report.ids.startswith("the result's tokenizer, which has the tokens of")
+
+
+def test_an_original_tokenizer_that_is_not_the_files(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"))
+    original = original_tokenizer(path, tmp_path / "original")
+    content = json.loads((original / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (original / "tokenizer.json").write_text(json.dumps(content))
+    random_model("llama").save_pretrained(tmp_path / "folder")
+    with pytest.raises(ValueError, match="it is the tokenizer of another model"):
+        convert_checkpoint(path, tmp_path / "out", tokenizer=original)
+    with pytest.raises(ValueError, match=r"is for a \.gguf source"):
+        convert_checkpoint(tmp_path / "folder", tmp_path / "out", tokenizer=original)
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        convert_checkpoint(path, tmp_path / "out", tokenizer=tmp_path / "folder")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_llama_cpp_is_asked_for_ids(same, tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf", random_model("llama"))
+    convert_checkpoint(path, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+
+    def ask(question):
+        return {"ids": [tokenizer.encode(text)[: None if same else -1] for text in question["texts"]]}
+
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: True)
+    monkeypatch.setattr(llama_cpp, "ask", ask)
+    report = verify(path, tmp_path / "out")
+    assert report.passes() is same
+    assert ("llama.cpp gives other ids" in report.ids) is not same
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_puts_a_space_in_front_only_where_the_file_says_so(prefix):
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+    tokenizer = LlamaTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[("▁", "a")])
+    stated = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_space_prefix": prefix}
+    ids = complete(tokenizer, stated).encode("a a", add_special_tokens=False)
+    assert [pieces[index] for index in ids] == ["▁a" if prefix else "a", "▁a"]
+    assert tokenizer.decode(ids) == "a a"
 
 
 @pytest.mark.slow

@@ -146,7 +146,21 @@ def test_short_dtypes_keep_the_gains_of_zero_centred_norms(model_type, tmp_path)
         assert torch.equal(LAYOUTS["per_head"].join(parts, HeadGeometry(4, 2, 16, 16)), before[name])
     assert {tensor.dtype for name, tensor in after.items() if name not in norms} == {torch.bfloat16}
     assert report.config.dtype == torch.bfloat16
-    assert report.notes[0].startswith("13 norm gains are stored in float32")
+    assert report.notes[0].startswith("13 norm gains are stored in float32 and loaded in it")
+    loaded = load(tmp_path / "out", dtype="auto")
+    loaded.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == after.keys()
+    assert all(
+        again[name].dtype == tensor.dtype and torch.equal(again[name], tensor) for name, tensor in after.items()
+    )
+    assert torch.equal(logits_of(load(tmp_path / "again", dtype="auto")), logits_of(loaded))
+    assert {model_tensor.dtype for name, model_tensor in loaded.named_parameters() if name in norms} == {torch.float32}
+    assert not convert_checkpoint(tmp_path / "source", tmp_path / "wide", dtype="float32").config.norms_in_fp32
+    # Norms of one kind, rounded once: the same bits in bfloat16, too.
+    source = QWEN_CLASSES[model_type][1].from_pretrained(tmp_path / "source", attn_implementation="eager").eval()
+    assert source.dtype == torch.bfloat16
+    assert torch.equal(logits_of(loaded), logits_of(source))
     source = QWEN_CLASSES[model_type][1].from_pretrained(tmp_path / "source", dtype=torch.float32)
     torch.testing.assert_close(logits_of(load(tmp_path / "out", dtype=torch.float32)), logits_of(source), **ROUNDING)
 

@@ -14,22 +14,32 @@ from gated_llama.configuration_gated import AUTO_MAP, GatedLlamaConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("gated_llama", "gated_llama_cli")
-PAIR = ("configuration_gated", "modeling_gated")
+
+# What travels with every checkpoint, and what each file imports of the others.
+HUB_FILES = {
+    "configuration_gated": [],
+    "parts_gated": ["configuration_gated"],
+    "checkpoint_gated": ["configuration_gated"],
+    "modeling_gated": ["checkpoint_gated", "configuration_gated", "parts_gated"],
+}
 
 # Each part may import itself and parts of a lower rank.
 RANKS = {
     "gated_llama.configuration_gated": 0,
-    "gated_llama.modeling_gated": 1,
-    "gated_llama.hub": 1,
-    "gated_llama.override": 2,
-    "gated_llama.registration": 2,
-    "gated_llama": 3,
-    "gated_llama.vllm_plugin": 4,
-    "gated_llama.diagnostics": 4,
-    "gated_llama.convert": 5,
-    "gated_llama.retrofit": 6,
-    "gated_llama.evaluation": 6,
-    "gated_llama_cli": 7,
+    "gated_llama.parts_gated": 1,
+    "gated_llama.checkpoint_gated": 1,
+    "gated_llama.modeling_gated": 2,
+    "gated_llama.hub": 2,
+    "gated_llama.override": 3,
+    "gated_llama.quantization": 3,
+    "gated_llama.registration": 3,
+    "gated_llama": 4,
+    "gated_llama.vllm_plugin": 5,
+    "gated_llama.diagnostics": 5,
+    "gated_llama.convert": 6,
+    "gated_llama.retrofit": 7,
+    "gated_llama.evaluation": 7,
+    "gated_llama_cli": 8,
 }
 
 
@@ -96,12 +106,12 @@ def test_an_import_that_goes_back_is_found(line, monkeypatch):
     assert not forbidden_imports("from .. import modeling_gated\nfrom .sources import SOURCES", **place)
 
 
-@pytest.mark.parametrize("name", PAIR)
-def test_the_pair_needs_nothing_of_this_package(name):
+@pytest.mark.parametrize("name", HUB_FILES)
+def test_hub_files_need_nothing_of_this_package(name):
     path = ROOT / "gated_llama" / f"{name}.py"
     roots = {module.split(".")[0] for module in imports(path.read_text(encoding="utf-8"), package="beside")}
     assert roots - set(sys.stdlib_module_names) <= {"torch", "transformers", "huggingface_hub", "beside"}
-    assert get_relative_imports(path) == ([] if name == "configuration_gated" else ["configuration_gated"])
+    assert sorted(get_relative_imports(path)) == HUB_FILES[name]
 
 
 @pytest.mark.parametrize("path", python_files(*PACKAGES, "benchmarks"), ids=module_name)
@@ -121,6 +131,13 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     first = function.body[0]
     docstring = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) is not None else 0
     return function.end_lineno - function.lineno + 1 - docstring
+
+
+@pytest.mark.parametrize("path", python_files(*PACKAGES), ids=module_name)
+def test_a_missing_extra_is_an_import_error(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Raise) and "pip install 'gated-llama[" in ast.unparse(node).replace('"', "'"):
+            assert ast.unparse(node).startswith("raise ImportError(")
 
 
 # Public names: what checkpoints, adapters and remote code depend on.
@@ -248,6 +265,7 @@ ROUND_TRIPS = {
         "o_bias": True,
         "mlp_bias": True,
         "qk_norm": True,
+        "norms_in_fp32": True,
         "sliding_window": 9,
         "layer_types": ["full_attention", "sliding_attention"],
         "sdpa_output_norm": True,

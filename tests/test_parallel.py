@@ -132,6 +132,8 @@ PARALLEL_CELLS = {
     "constant shared": {"gate_input": "constant", "gate_head_shared": True},
     "constant dense": {"gate_input": "constant", "gate_position": "G5"},
     "states": {"gate_input": "states"},
+    "fp32": {"gate_in_fp32": True, "gate_bias": True},
+    "fp32 shared": {"gate_in_fp32": True, "gate_head_shared": True},
     "all biases and norms": {
         "gate_bias": True,
         "qkv_bias": True,

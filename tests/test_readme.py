@@ -21,6 +21,7 @@ from transformers import (
 
 import gated_llama_cli
 from gated_llama.convert import convert_checkpoint
+from gated_llama.convert.inspection import inspect_checkpoint
 from gated_llama.convert.serving import serving_table
 from gated_llama.diagnostics.corpus import read_texts
 from gated_llama.retrofit.settings import (
@@ -173,6 +174,19 @@ def test_readme_retrofits_run(tmp_path, monkeypatch):
     assert {"loss_kl", "loss_outlier", "learning_rate_gates"} <= steps[0].keys()
     after = [layer.self_attn.g_proj.weight for layer in names["model"].model.layers]
     assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.slow  # the extra `quantize`, which `make slow` installs
+def test_readme_quantises(tmp_path, monkeypatch):
+    for name in ("torchao", "bitsandbytes"):
+        pytest.importorskip(name, reason=f"{name} is optional")
+    monkeypatch.chdir(tmp_path)
+    convert_checkpoint(STORIES, "smollm2-gated", policy="normal")
+    (block,) = readme_blocks("python3")
+    exec(block, {})
+    assert inspect_checkpoint("smollm2-int8").quantiser == "bitsandbytes"
+    exec("\n".join(line for line in block.splitlines() if "BitsAndBytesConfig(" not in line), {})
+    assert inspect_checkpoint("smollm2-int8").quantiser == "torchao"
 
 
 @pytest.mark.slow

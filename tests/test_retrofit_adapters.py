@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -249,7 +250,7 @@ def test_matrices_travel_when_they_are_asked_for(convert, tmp_path):
     with torch.no_grad():
         goal.model.layers[0].self_attn.o_proj.weight += 0.1
         goal.model.embed_tokens.weight += 0.1
-    with pytest.raises(ValueError, match=r"in 2 tensors .* pass matrices=True"):
+    with pytest.raises(ValueError, match=r"^The trained model differs from its base .* in 2 tensors .* matrices=True"):
         GateAdapter.extract(goal, folder)
     adapter = GateAdapter.extract(goal, folder, matrices=True)
     adapter.save(tmp_path / "adapter")
@@ -418,7 +419,54 @@ def test_the_configuration_of_peft(tiny_config):
     assert targets == {f"self_attn.{name}_proj" for name in "qkvo"}
 
 
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_variants_of_lora_leave_the_gate_alone(option, convert):
+    """DoRA would divide by its zero rows, PiSSA would find no direction in them: it is copied instead."""
+    model = get_peft_model(load(convert()), gate_adapter_config(load(convert()), ["q_proj", "o_proj"], r=4, **option))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert not [name for name in gradients if "g_proj.lora" in name]
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    assert all(gradient.any() for name, gradient in gradients.items() if "g_proj" in name)
+
+
 # Mistakes.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite(value, convert, tmp_path):
+    """In whatever tensor of the trained model, and in an adapter made by hand."""
+    folder = convert()
+    for name in ("model.layers.1.self_attn.g_proj.weight", "model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+        model = trained(folder)
+        model.get_parameter(name).data.view(-1)[3] = value
+        with pytest.raises(ValueError, match=f"'{name}' of .* holds values that are not finite"):
+            GateAdapter.extract(model, folder)
+    adapter = GateAdapter.extract(trained(folder), folder)
+    for field in ("tensors", "column_scales"):
+        with pytest.raises(ValueError, match="'x' of the adapter holds values that are not finite"):
+            replace(adapter, **{field: {"x": torch.tensor([1.0, value])}})
+    base = load(folder)
+    base.get_parameter("model.layers.0.self_attn.g_proj.weight").data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.g_proj\.weight has moved from its start"):
+        adapter.merge(base)
+
+
+def test_values_that_the_base_cannot_hold(convert):
+    """float32 gates in a float16 base: refused, and the model stays at the strength that it had."""
+    folder = convert()
+    goal = trained(folder)
+    goal.get_parameter("model.layers.2.self_attn.g_proj.weight").data[0, 0] = 1e5
+    adapter = GateAdapter.extract(goal, folder)
+    model = load(folder, dtype=torch.float16)
+    merged = adapter.merge(model, strength=0.5)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"layers\.2\.self_attn\.g_proj\.weight' of the merged model in torch\.float16"
+    ):
+        merged.strength = 1.0
+    assert merged.strength == 0.5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -578,7 +626,7 @@ def test_damaged_folders(convert, tmp_path):
     weights = load_file(output / "adapter_model.safetensors")
     next(iter(weights.values()))[0, 0] = float("nan")
     save_file(weights, output / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"not whole .*holds no numbers"):
+    with pytest.raises(ValueError, match=r"of the adapter holds values that are not finite"):
         GateAdapter.load(output)
     (output / "adapter_model.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match="not whole"):
@@ -586,3 +634,17 @@ def test_damaged_folders(convert, tmp_path):
     record.unlink()
     with pytest.raises(ValueError, match=r"load it with PeftModel\.from_pretrained"):
         GateAdapter.load(output)
+
+
+def test_lora_fits_gates_that_are_zero_and_dora_does_not(convert):
+    for dora in (False, True):
+        model = get_peft_model(load(convert()), LoraConfig(target_modules=["g_proj"], use_dora=dora))
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert all(gradient.isfinite().all() for gradient in gradients) != dora
+    with_dora = gate_adapter_config(load(convert()), ["o_proj"], use_dora=True)
+    model = get_peft_model(load(convert()), with_dora)  # the gates are copies beside it
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

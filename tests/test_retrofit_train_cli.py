@@ -15,6 +15,7 @@ import yaml
 from retrofit_runs import STORIES, prepare, write
 from safetensors.torch import load_file, save_file
 
+from gated_llama.configuration_gated import OWN_FILES
 from gated_llama.convert.extend_context import extend_context
 from gated_llama.retrofit.settings import PARTS, read_settings
 from gated_llama_cli import main
@@ -356,6 +357,8 @@ def test_a_run_from_the_command_line(workshop, capsys, run_fresh):
     """
     folder, recipe = workshop
     path = write(folder, recipe, "run.yaml", losses={"kl": 1.0, "sink": {"weight": 0.1}})
+    with open(folder / "gated" / "README.md", "ab") as card:
+        card.write(b"Not UTF-8: na\xefve\n")
     assert main(["train", str(path)]) == 0
     captured = capsys.readouterr()
     assert "step 6/6" in captured.err
@@ -372,10 +375,13 @@ def test_a_run_from_the_command_line(workshop, capsys, run_fresh):
     assert config["gate_retrofit"]["training"]["tokens"] == 192
     assert config["auto_map"]
     names = {p.name for p in result.iterdir()}
-    assert {"modeling_gated.py", "configuration_gated.py", "tokenizer.json", "README.md"} <= names
+    assert {f"{name}.py" for name in OWN_FILES} <= names
+    assert {"tokenizer.json", "README.md"} <= names
     assert "training_args.bin" not in names
     assert (result / "tokenizer.json").read_bytes() == (folder / "gated" / "tokenizer.json").read_bytes()
-    assert "6 steps, 192 tokens" in (result / "README.md").read_text()
+    card = (result / "README.md").read_bytes()
+    assert b"6 steps, 192 tokens" in card
+    assert b"na\xefve" in card
     code = """
         import sys
         sys.modules["gated_llama"] = None  # as where it is not installed

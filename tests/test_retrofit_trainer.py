@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ import torch
 from peft import get_peft_model
 from retrofit_runs import ALL_LOSSES, STORIES, prepare, run, settings, steps
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from gated_llama import GatedLlamaConfig, GatedLlamaForCausalLM
 from gated_llama.convert import convert_checkpoint
@@ -28,7 +29,7 @@ from gated_llama.convert.tensor_files import read_json
 from gated_llama.diagnostics import corpus
 from gated_llama.diagnostics.corpus import read_documents
 from gated_llama.modeling_gated import AttentionGate
-from gated_llama.retrofit import data, losses, targets
+from gated_llama.retrofit import data, losses, run_folder, targets
 from gated_llama.retrofit.adapters import gate_adapter_config
 from gated_llama.retrofit.callbacks import Interruption
 from gated_llama.retrofit.settings import Data, Text
@@ -241,6 +242,23 @@ def test_the_last_step_is_logged_whatever_is_saved(workshop):
     assert [entry["step"] for entry in steps(report)] == [3, 5]
 
 
+def test_weights_that_are_not_finite_are_not_saved(workshop, monkeypatch):
+    """The loss and the gradient of the last step may still be finite."""
+    folder, recipe = workshop
+    training = recipe["training"] | {"max_steps": 1, "save_steps": 1}
+    chosen = settings(folder, recipe, output=str(folder / "overflowed"), training=training)
+    save = RetrofitTrainer._save
+
+    def overflowed(self, output_dir=None, state_dict=None):
+        self.model.model.norm.weight.data[3] = torch.inf
+        save(self, output_dir, state_dict)
+
+    monkeypatch.setattr(RetrofitTrainer, "_save", overflowed)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight holds values that are not finite at step 1: lower"):
+        train(chosen)
+    assert not list((folder / "overflowed").rglob("*.safetensors"))
+
+
 def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(workshop, monkeypatch):
     folder, recipe = workshop
     training = recipe["training"] | {"max_steps": 4, "save_steps": 1}
@@ -263,6 +281,25 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(workshop, 
     saved = load_file(folder / "broken" / "checkpoint-2" / "model.safetensors")
     assert all(value.isfinite().all() for value in saved.values())
     assert not (folder / "broken" / "checkpoint-3").exists()
+
+
+@pytest.mark.parametrize("saving", ["no", "steps"])
+def test_weights_that_are_no_numbers_are_not_saved(saving, workshop, monkeypatch):
+    """The last step's update has been through no loss: neither a checkpoint nor the result may hold it."""
+    folder, recipe = workshop
+    training = recipe["training"] | {"max_steps": 2, "save_strategy": saving, "save_steps": 1}
+    chosen = settings(folder, recipe, output=str(folder / f"spoilt-{saving}"), training=training)
+
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            if state.global_step == 2:
+                model.get_parameter("model.layers.1.self_attn.g_proj.weight").data[0, 0] = float("nan")
+
+    monkeypatch.setattr("gated_llama.retrofit.training.Told", lambda progress: Spoil())
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.g_proj\.weight' of the model after step 2 holds"):
+        train(chosen, progress=lambda *told: None)
+    written = {path.parent.name for path in (folder / f"spoilt-{saving}").rglob("model.safetensors")}
+    assert written == ({"checkpoint-1"} if saving == "steps" else set())
 
 
 def test_what_is_watched_is_no_number(workshop, monkeypatch):
@@ -530,6 +567,17 @@ def test_the_source_keeps_what_autocast_makes_of_it(bf16, workshop):
     assert trainer.source.model.embed_tokens.weight.dtype == torch.float32
 
 
+def test_a_gated_source_keeps_float32_gates(tiny_model, randomize_gates):
+    """Autocast does not reach them, and neither does what stands for it."""
+    source = randomize_gates(tiny_model(gate_in_fp32=True))
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = source(ids).logits
+        found = frozen(source, SimpleNamespace(device="cpu", bf16=True))(ids).logits
+    assert torch.equal(found, expected)
+    assert source.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+
+
 def test_bf16_with_checkpointing(workshop, monkeypatch):
     """Every layer computes once more in each backward pass, to the same losses."""
     folder, recipe = workshop
@@ -620,6 +668,43 @@ def test_texts_are_mixed_in_proportion(workshop, tokenizer):
     index = rows.places.index((name, place))
     assert rows[index]["input_ids"].tolist() == stream[place * 32 : place * 32 + 32]
     assert rows[index]["row"] == index
+
+
+def test_each_choice_of_rows_depends_on_the_seed(tokenizer, tmp_path):
+    """Which texts follow each other, and which rows of a text are taken, are drawn apart; so are two equal texts."""
+    path = tmp_path / "text.txt"
+    path.write_text("Once upon a time there was a cat. " * 200)
+    texts = {name: Text(path=str(path), share=1.0) for name in ("one", "two")}
+    seeds = [
+        data.mix_rows(tokenizer, Data(texts=texts, context=16), 20, seed=seed, cache=tmp_path / "tokens")
+        for seed in (0, 1)
+    ]
+    assert seeds[0].names != seeds[1].names
+    taken = {(rows is seeds[0], name): [p for n, p in rows.places if n == name] for rows in seeds for name in texts}
+    assert len({tuple(sorted(rows)) for rows in taken.values()}) == 4
+
+
+def checkpoint(folder: Path, state: str = "{}", optimizer: str = "optimizer.pt") -> str:
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text(state)
+    if optimizer:
+        (folder / optimizer).touch()
+    return str(folder)
+
+
+def test_a_run_goes_on_from_its_latest_whole_checkpoint(tmp_path):
+    assert run_folder.last_checkpoint(tmp_path) is None
+    paths = {step: checkpoint(tmp_path / f"checkpoint-{step}") for step in (9, 10, 100)}  # by number, not by name
+    assert run_folder.last_checkpoint(tmp_path) == paths[100]
+    checkpoint(tmp_path / "checkpoint-200", state="{")  # the disk was full
+    (tmp_path / "checkpoint-300").mkdir()
+    checkpoint(tmp_path / "checkpoint-best")
+    assert run_folder.last_checkpoint(tmp_path) == paths[100]
+    sharded = checkpoint(tmp_path / "checkpoint-400", optimizer="global_step400")
+    assert run_folder.last_checkpoint(tmp_path) == sharded
+    checkpoint(tmp_path / "checkpoint-500", optimizer="")
+    with pytest.raises(ValueError, match="checkpoint-500 has lost the optimizer's state"):
+        run_folder.last_checkpoint(tmp_path)
 
 
 def test_documents_are_joined_by_the_separator(tokenizer, tmp_path):

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from gated_llama import gate_override, neutral_scores, retrofit
 from gated_llama.convert import convert_checkpoint, output_folder
+from gated_llama.convert.tensor_files import write_json
 from gated_llama.diagnostics.probes import attention_modules, listen_to_attention
 from gated_llama.hub import card_rows
-from gated_llama.retrofit import deliver, surgery
+from gated_llama.retrofit import deliver, run_folder, surgery
 from gated_llama.retrofit.calibration import scratch
 from gated_llama.retrofit.deliver import transplant_checkpoint
 from gated_llama.retrofit.fidelity import fidelity
@@ -191,6 +192,21 @@ def test_it_is_deterministic_and_leaves_the_source_alone(source, rows):
     first, second = (transplant_rows(source, rows, FIRST)[0].state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(torch.equal(before[name], tensor) for name, tensor in source.state_dict().items())
+
+
+def test_a_source_in_training_is_transplanted_without_its_dropout(source, rows):
+    expected, measured = transplant_rows(source, rows, FIRST)
+    for layer in source.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    source.train().model.layers[0].eval()
+    before = [module.training for module in source.modules()]
+    found, report = transplant_rows(source, rows, FIRST)
+    assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in expected.state_dict().items())
+    assert measure_sink(source, rows, FIRST, "<s>") == measure_sink(source.eval(), rows, FIRST, "<s>")
+    source.train().model.layers[0].eval()
+    assert fidelity(found, source, rows, source_first=FIRST) == fidelity(found, source, rows, source_first=FIRST)
+    assert report.sink == measured.sink
+    assert [module.training for module in source.modules()] == before
 
 
 def test_elementwise_gates_repeat_headwise_ones(source, rows):
@@ -496,6 +512,27 @@ def test_rotary_frequencies_are_not_rounded_with_the_weights(story, tmp_path, mo
     transplant_checkpoint(STORIES, tmp_path / "out", [story], dtype="bfloat16", tokens=600, context=60)
     assert torch.equal(seen["found"], seen["expected"])
     assert torch.equal(seen["weight"], seen["weight"].bfloat16().float())
+
+
+def test_what_is_not_finite_is_not_delivered(tiny_model):
+    model = tiny_model()
+    model.get_parameter("model.norm.weight").data[2] = 1e5
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' passes the largest float16"):
+        deliver._round(model, "float16")
+    model.get_parameter("model.norm.weight").data[2] = float("nan")
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' of the transplant holds values that are not finite"):
+        deliver._round(model, "float32")
+
+
+def test_reports_have_no_numbers_that_json_lacks(tmp_path):
+    content = {"measures": {"held_out": [{"kl": 0.5}, {"kl": float("nan")}], "é": 1}}
+    for write in (write_json, run_folder.write_json):
+        with pytest.raises(ValueError, match=r"measures\.held_out\[1\]\.kl is not finite"):
+            write(tmp_path / "report.json", content)
+        assert not list(tmp_path.iterdir())
+        write(tmp_path / "report.json", {"é": [1.5]})
+        assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == {"é": [1.5]}
+        (tmp_path / "report.json").unlink()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

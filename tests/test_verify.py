@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ from transformers import (
 )
 
 from gated_llama.convert import convert_checkpoint
+from gated_llama.convert import verify as verify_module
 from gated_llama.convert.verify import verify, verify_dtypes
 from gated_llama.diagnostics.divergence import first_divergence, layer_divergence, place_name, recorded_states
+from gated_llama_cli import main
 from gated_llama_cli.demo import find_smollm2
 
 
@@ -120,6 +123,19 @@ def test_tolerance_is_on_the_logits(source, tmp_path):
     assert not report.passes(tolerance=report.max_abs_difference / 2)
 
 
+def test_the_last_token_counts(source, tmp_path):
+    """A row of the embedding that only the last token reads changes the logits there and nowhere else."""
+    ids = torch.randint(TINY["vocab_size"], (1, 8), generator=torch.Generator().manual_seed(0))[0]
+    assert ids[-1] not in ids[:-1]
+    model = llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[ids[-1]] += 1
+    model.save_pretrained(tmp_path / "result")
+    report = verify(source, tmp_path / "result", tokens=8)
+    assert report.max_abs_difference > 0.1
+    assert not report.passes(tolerance=1e-3)
+
+
 def test_greedy_decoding_is_part_of_the_proof(source, tmp_path):
     model = llama()
     # Every token ends the text: the source goes on for eight.
@@ -137,6 +153,23 @@ def test_each_dtype_once(source, tmp_path):
     assert [report.dtype for report in reports] == ["float32", "bfloat16"]
     # The source's weights rounded to bfloat16 are the result's; in float32 the rounding shows.
     assert [report.bitwise for report in reports] == [False, True]
+
+
+@pytest.mark.parametrize("unequal", [0, 1])
+def test_one_unequal_dtype_is_a_no(source, unequal, monkeypatch, capsys):
+    """Whichever it is; the numbers at the top are those of the one that is off."""
+    reports = verify_dtypes(source, source, ["float32", "bfloat16"], tokens=4)
+    assert all(report.passes() for report in reports)
+    reports[unequal] = replace(reports[unequal], bitwise=False, first_diverging_layer=1, max_abs_difference=1e-3)
+    monkeypatch.setattr("gated_llama.convert.verify.verify_dtypes", lambda *args, **options: reports)
+    assert main(["verify", str(source), str(source)]) == 1
+    capsys.readouterr()
+    assert main(["verify", str(source), str(source), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["equal"], found["bitwise"]) == (False, False)
+    assert found["dtype"] == reports[unequal].dtype
+    assert main(["verify", str(source), str(source), "--tolerance", "1e-4"]) == 1
+    assert main(["verify", str(source), str(source), "--tolerance", "1e-2"]) == 0
 
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
@@ -211,10 +244,38 @@ def test_text_repeats_until_the_rows_are_full(source):
 
 
 def test_ids_beyond_the_embeddings_are_refused(tmp_path):
-    llama(vocab_size=64).save_pretrained(tmp_path / "source")
-    byte_tokenizer().save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="64 embeddings"):
-        verify(tmp_path / "source", tmp_path / "source")
+    tokenizer = byte_tokenizer()
+    largest = tokenizer.convert_tokens_to_ids("z")
+    llama(vocab_size=largest).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=f"gives id {largest}, but the model has {largest} embeddings"):
+        verify(tmp_path / "source", tmp_path / "source", text="z")
+    assert verify(tmp_path / "source", tmp_path / "source", text="y", tokens=4).passes()
+
+
+@pytest.mark.parametrize("position", [0, 7])
+def test_the_logits_of_every_token_are_compared(source, position, monkeypatch):
+    """The first and the last, where nothing else of the model differs."""
+    run, calls = verify_module._run, []
+
+    def spoiled(model, ids):
+        def spoil(module, inputs, output):
+            output.logits[:, position, 5] += 1
+
+        calls.append(model)
+        handle = model.register_forward_hook(spoil) if len(calls) == 2 else None
+        monkeypatch.setattr(model, "generate", lambda ids, **options: ids)  # which runs the hooked model as well
+        states, greedy = run(model, ids)
+        if handle:
+            handle.remove()
+        return states, greedy
+
+    monkeypatch.setattr(verify_module, "_run", spoiled)
+    report = verify(source, source, tokens=8)
+    assert report.first_diverging_layer == "logits"
+    assert report.max_abs_difference == pytest.approx(1, abs=1e-5)
+    assert report.greedy_equal
+    assert not report.passes()
 
 
 def test_absent_and_misshapen_weights_are_never_invented(source, tmp_path):

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from .. import __version__, configuration_gated, modeling_gated
+from .. import __version__
+from ..checkpoint_gated import copy_code
 from ..configuration_gated import GatedLlamaConfig
 from ..hub import model_card
 from ..modeling_gated import GatedLlamaForCausalLM
@@ -22,17 +22,23 @@ from .layouts import fold_scale
 from .opening import Checkpoint, open_checkpoint
 from .output_folder import building, check_output
 from .policies import GateStart, plan_start
+from .source_rotary import plain_rotary
 from .sources import Origin, decoder_fields
-from .tensor_files import DTYPES, FileRange, one_line, plan_shards, write_shards
-from .tokenizer import carry_files
+from .tensor_files import DTYPES, FileRange, check_finite, is_finite, one_line, plan_shards, write_shards
+from .tokenizer import carry_files, with_tokenizer
 
 
 # Elements that are checked, scaled and written at a time: a part stays in the processor's cache.
 PART_ELEMENTS = 1 << 21
 
 KEPT_DTYPE = (
-    "{kept} norm gains are stored in float32, since 1 + w needs more digits than {dtype} has: loaded in {dtype} they "
-    "are rounded, by 0.4 % at most."
+    "{kept} norm gains are stored in float32 and loaded in it (norms_in_fp32), since 1 + w needs more digits than "
+    "{dtype} has."
+)
+
+ADAPTERS = (
+    "A LoRA or other adapter of the source does not fit as it is ({folded}): `gated-llama convert-adapter ADAPTER "
+    "GATED OUT` scales it."
 )
 
 # Names in state dicts of other code (see `state_dicts`).
@@ -108,15 +114,17 @@ def convert_checkpoint(
     seed: int = 0,
     layout: str | None = None,
     gate_scale: float = 1.0,
+    tokenizer: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     revision: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ConversionReport:
     """
-    Converts a checkpoint of type llama, qwen2, qwen3, mistral or smollm3 into a gated one, or takes over the gate of
-    one that has it already: the paper release, qwen3_next, qwen3_5_text, step3p5 and afmoe (`imports` says how far),
-    what `export_checkpoint` wrote, and state dicts of other code (`state_dicts`).
+    Converts a checkpoint of type llama, qwen2, qwen3, mistral or smollm3 (with rotary positions in every layer, which
+    SmolLM3-3B has not) into a gated one, or takes over the gate of one that has it already: the paper release,
+    qwen3_next, qwen3_5_text, step3p5 and afmoe (`imports` says how far), what `export_checkpoint` wrote, and state
+    dicts of other code (`state_dicts`).
 
     Tensors are streamed; the folder appears under its name only when it is complete.
 
@@ -134,6 +142,8 @@ def convert_checkpoint(
             declares. The options above describe a gate to add, and are refused for such a source. For a plain
             architecture, the layout of the gate that its tensors hold (see `state_dicts`).
         gate_scale: c of a source whose own gate multiplies by c sigmoid(u), a power of two; it is folded into o_proj.
+        tokenizer: folder of the original tokenizer of a `.gguf` source, which must have the tokens that the file
+            lists; `None` for the one that the file describes.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; `None` keeps the source's (float32 for GGUF).
         max_shard_size: largest file, in bytes or such as `"5GB"`.
         revision: branch, tag or commit of a Hub source.
@@ -156,8 +166,10 @@ def convert_checkpoint(
         "gate_layers": None if layers is None else sorted(layers),
     }
     checkpoint = open_checkpoint(source, revision)
+    checkpoint = with_tokenizer(checkpoint, None if tokenizer is None else Path(tokenizer).expanduser())
     start = {"policy": policy, "bias": bias, "gate_bias": gate_bias, "seed": seed}
-    plan = make_plan(checkpoint, gate, start, layout=layout, gate_scale=gate_scale, dtype=dtype)
+    with checkpoint.in_its_words():
+        plan = make_plan(checkpoint, gate, start, layout=layout, gate_scale=gate_scale, dtype=dtype)
     plan_shards(plan.targets, max_shard_size)
     with building(output, sum(target.nbytes for target in plan.targets.values())) as folder:
         tokenizer_class, notes = write_files(plan, folder, output)
@@ -188,7 +200,7 @@ def make_plan(
 ) -> Plan:
     """Decides configuration, start and the origin of every tensor; ValueError where the source does not fit."""
     checkpoint, added = without_added_layer(checkpoint)
-    raw = checkpoint.raw_config
+    raw, rotary_notes = plain_rotary(checkpoint.raw_config)
     record = source_for(raw, layout)
     fields = decoder_fields(record, raw)
     imported = isinstance(record, GatedSource)
@@ -218,8 +230,11 @@ def make_plan(
     origins = record.origins([name for name in targets if imported or not GATE_TENSOR.search(name)], fields)
     kept = {name: targets[name].to(origin.dtype) for name, origin in origins.items() if origin.dtype}
     if kept and dtype != torch.float32:
+        config.norms_in_fp32 = True
         notes = [*notes, KEPT_DTYPE.format(kept=len(kept), dtype=str(dtype).removeprefix("torch."))]
-    plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes) + added)
+    if start.fold and not imported:
+        notes = [*notes, ADAPTERS.format(folded=", ".join(f"{name} x {c:g}" for name, c in start.fold.items()))]
+    plan = Plan(checkpoint, config, start, targets | kept, origins, notes + list(start.notes) + added + rotary_notes)
     check_tensors(plan, record.dropped_tensors)
     return plan
 
@@ -380,8 +395,7 @@ class Stream:
 
 def convert_part(name: str, part: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
     """`part * factor`, rounded once to `dtype`; ValueError for values that are not finite before or after."""
-    if not is_finite(part):
-        raise ValueError(f"Tensor {name!r} of the source holds values that are not finite (nan or inf).")
+    check_finite(name, part, "the source")
     if part.dtype == dtype and factor == 1:
         return part.contiguous()
     result = part.to(torch.promote_types(part.dtype, dtype))
@@ -394,15 +408,9 @@ def convert_part(name: str, part: torch.Tensor, dtype: torch.dtype, factor: floa
     return result
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    # The extremes carry every nan and infinity, at a tenth of the time of an elementwise test.
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor))
-
-
 def write_files(plan: Plan, folder: Path, output: Path) -> tuple[str | None, list[str]]:
     """Configuration, code, tokenizer and model card; returns the pinned tokenizer class and notes."""
-    for module in (configuration_gated, modeling_gated):
-        shutil.copyfile(module.__file__, folder / Path(module.__file__).name)
+    copy_code(folder)
     plan.config.save_pretrained(folder)
     tokenizer_class, notes = carry_files(plan.checkpoint, folder)
     card = model_card(

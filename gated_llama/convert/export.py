@@ -1,7 +1,6 @@
 """Export of a gated checkpoint to an architecture that engines serve: tensor by tensor, proven before it appears."""
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -12,7 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from ..configuration_gated import GatedLlamaConfig
-from .checkpoint import choose_dtype, expected_tensors, is_finite
+from .checkpoint import choose_dtype, expected_tensors
 from .export_card import export_card
 from .gguf_proof import prove_gguf
 from .gguf_target import (
@@ -34,7 +33,8 @@ from .output_folder import building, check_output
 from .parity import Parity, compare
 from .rewriting import Recipe, Rewriting, storable_eps
 from .targets import Target, features, get_targets, require_served_cell
-from .tensor_files import one_line, write_shards
+from .tensor_files import check_finite, is_finite, one_line, write_json, write_shards
+from .text_ends import gguf_ends, write_token_ids
 from .tokenizer import carry_files
 
 
@@ -198,6 +198,7 @@ class Written(NamedTuple):
 def write_folder(plan: ExportPlan, folder: Path, max_shard_size: int | str, parts) -> Written:
     write_config(plan, folder)
     tokenizer_class, notes = carry_files(plan.checkpoint, folder)
+    write_token_ids(plan.config, folder)
     return Written(len(write_shards(folder, plan.tensors, max_shard_size, parts)), tokenizer_class, notes)
 
 
@@ -239,12 +240,13 @@ def plan_export(checkpoint: Checkpoint, candidates: list[Target], dtype: str | t
 def with_metadata(plan: ExportPlan) -> ExportPlan:
     """The plan of a GGUF file: its names, metadata and tokenizer; ValueError where llama.cpp has no such tokenizer."""
     tokenizer, notes = tokenizer_metadata(plan.source, plan.config.vocab_size)
+    ends, end_notes = gguf_ends(plan.checkpoint.folder, plan.config, tokenizer)
     name = plan.checkpoint.hub_id or plan.checkpoint.folder.resolve().name
     return replace(
         plan,
         recipes=gguf_recipes(plan.recipes, plan.config, plan.target),
-        metadata=gguf_metadata(plan.config, plan.target, plan.dtype, name, tokenizer),
-        notes=plan.notes + notes,
+        metadata=gguf_metadata(plan.config, plan.target, plan.dtype, name, tokenizer | ends),
+        notes=plan.notes + notes + end_notes,
     )
 
 
@@ -332,11 +334,19 @@ def reader_notes(checkpoint: Checkpoint, config: GatedLlamaConfig, target: Targe
     """What readers of this target do not get right with this model."""
     names = features(config)
     notes = [
-        f"{service.engine} does not serve this export ({feature}): {service.lacks[feature]}."
+        f"{service.engine} does not serve this export ({feature}): {reason}."
         for service in target.services
-        for feature in names
-        if feature in service.lacks
+        for feature, reason in service.missing(names).items()
     ]
+    if (
+        "o" not in target.biases
+        and target.has_bias(config)
+        and any(s.engine == "Transformers" for s in target.services)
+    ):
+        notes.append(
+            "Transformers builds o_proj with a bias here, reports it as MISSING and fills it with zeros. This is "
+            "expected: the model has none, and engines refuse a file that holds one."
+        )
     if target.small_gains and config.qk_norm:
         norms = [name for name in checkpoint.reader.tensors if name.endswith(("q_norm.weight", "k_norm.weight"))]
         large = [name for name in norms if checkpoint.reader.read(name).float().mean() >= 1.5]
@@ -356,7 +366,7 @@ def write_config(plan: ExportPlan, folder: Path):
         **plan.target.config(plan.config),
         "torch_dtype" if plan.target.name == "paper" else "dtype": str(plan.dtype).removeprefix("torch."),
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
 
 
 def read_rounded(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -368,8 +378,7 @@ def read_rounded(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch
     Raises: ValueError for values that are not finite, before or after.
     """
     tensor = checkpoint.reader.read(name)
-    if not is_finite(tensor):
-        raise ValueError(f"Tensor {name!r} of the source holds values that are not finite (nan or inf).")
+    check_finite(name, tensor, "the source")
     return checked(name, tensor.to(dtype)).float()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from ..hub import source_metadata
+from .engines import READERS
 from .targets import Target
 
 
@@ -16,7 +17,7 @@ A decoder with [Gated Attention](https://arxiv.org/abs/2505.06708), written by g
 
 ## Served by
 
-{services}
+{services}{versions}
 
 ## Rewritten
 
@@ -57,12 +58,20 @@ def export_card(report, target: Target, source_folder: Path) -> str:
         dtype=report.dtype,
         purpose=target.purpose,
         services=bullets(report.served_by) or "- the code of the paper release",
+        versions=versions(target, report.served_by),
         rewritten=bullets(report.rewritten) or NO_REWRITING,
         quantisation=quantisation(report, target),
         proof=" ".join(filter(None, (proof(report), report.proof))),
         notes=f"\n## Notes\n\n{bullets(report.notes)}\n" if report.notes else "",
     )
     return f"---\n{data.to_yaml()}\n---\n\n{text}"
+
+
+def versions(target: Target, served_by: list[str]) -> str:
+    """Whose reading of config.json this export was written for; older releases may compute something else."""
+    served = [service for service in target.services if str(service) in served_by]
+    found = dict.fromkeys(READERS[service.reader or service.engine].version for service in served)
+    return f"\n\nIts configuration is written as these read it: {', '.join(found)}." if found else ""
 
 
 def bullets(lines: list[str]) -> str:

@@ -1,23 +1,23 @@
 """A longer context without training: rotary parameters are rewritten, weights stay as they are."""
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from ..hub import read_card, write_card
+from .config_file import library_config
 from .opening import download
 from .output_folder import building, check_output
-from .tensor_files import one_line, read_json, read_weight_map
-from .tokenizer import TOKENIZER_CONFIG
+from .tensor_files import INDEX_FILE, SINGLE_FILE, check_finite_file, read_json, read_weight_map, write_json
+from .tokenizer import CARRIED, TOKENIZER_CONFIG, copy_files
 
 
 # What each method writes beside rope_theta; `original` is the length of pre-training.
@@ -33,8 +33,9 @@ METHODS: dict[str, Callable[[float, int], dict[str, Any]]] = {
 # Kept from the source's rotary parameters: they do not depend on the length.
 LENGTH_FREE = ("rope_theta", "partial_rotary_factor")
 
-# The state of a training run is no part of the model.
-LEFT_BEHIND = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth", "global_step*", "runs", ".*")
+# What belongs to a model beside its weights: configuration and tokenizer, the card and its pictures, the code and the
+# record of a gated folder. All else (weights in other formats, states of training runs) would stay unextended.
+BELONGING = (*CARRIED, "config.json", "README.md", "*.png", "*.jpg", "*.svg", "*.py", "transplant.json")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Extension:
         length: tokens of context now.
         rope_parameters: as written.
         unchanged: whether the source had this extension already.
+        left_behind: what lies in the source's folder and is no part of the model.
     """
 
     output: Path
@@ -59,6 +61,7 @@ class Extension:
     length: int
     rope_parameters: dict[str, Any]
     unchanged: bool
+    left_behind: tuple[str, ...] = ()
 
 
 def extend_context(
@@ -85,10 +88,12 @@ def extend_context(
         rope_theta: another base of the rotary frequencies; it asks for training (the paper: 10,000 to 1,000,000, and
             80B tokens).
         link: hard links instead of copies of the weights. Whoever then writes to one folder's files changes the other.
+            They are not read, so values that are not finite are refused in copies only.
         revision: branch, tag or commit of a Hub source.
 
     Raises:
-        ValueError: the request contradicts the source's configuration, or one of them is not valid.
+        ValueError: the request contradicts the source's configuration, one of them is not valid, or copied weights
+            hold nan or infinities.
         OSError: reading or writing failed. In both cases nothing is left at `output`.
     """
     if method not in METHODS:
@@ -100,19 +105,22 @@ def extend_context(
     factor, output = float(factor), check_output(Path(output), source)
     folder = find_folder(source, revision)
     raw = read_json(folder / "config.json")
-    config = load_config(folder)
+    config = library_config(folder)
     check_rotary(config)
     changes, extension = plan_extension(raw, output, factor, method, rope_theta)
     check_windows(config, extension.length)
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    with building(output, 0 if link else size) as target:
-        copy_files(folder, target, link)
+    weights = [] if link else [folder / name for name in weight_files(folder)]
+    for path in weights:
+        check_finite_file(path)
+    with building(output, sum(path.stat().st_size for path in weights)) as target:
+        copy_model(folder, target, link)
+        left_behind = not_carried(folder, target)
         write_json(target / "config.json", raw | changes)
         raise_tokenizer_limit(target, extension.length)
         if not extension.unchanged:
             mark_card(target, extension)
         check_written(target, extension)
-    return extension
+    return replace(extension, left_behind=left_behind)
 
 
 def find_folder(source: str | Path, revision: str | None) -> Path:
@@ -123,18 +131,11 @@ def find_folder(source: str | Path, revision: str | None) -> Path:
     if not path.is_dir():
         if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(source)):
             raise ValueError(f"{source} does not exist.")
-        path = download(str(source), revision)
+        path = download(str(source), revision, BELONGING)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json: it is not a checkpoint folder.")
     read_weight_map(path)
     return path
-
-
-def load_config(folder: Path) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except StrictDataclassError as error:
-        raise ValueError(f"{folder}/config.json is not valid: {one_line(error.__cause__ or error)}") from error
 
 
 def check_rotary(config: PreTrainedConfig) -> None:
@@ -240,18 +241,29 @@ def config_changes(raw: dict[str, Any], rope: dict[str, Any], length: int) -> di
     return changes
 
 
-def copy_files(source: Path, target: Path, link: bool) -> None:
-    def copy(origin: str, destination: str):
-        # The pages of a Hub snapshot are links into its cache: resolve them, or the link would be to a link.
-        origin = Path(origin).resolve()
-        if link and origin.suffix == ".safetensors":
-            Path(destination).hardlink_to(origin)
-        else:
-            shutil.copyfile(origin, destination)
+def weight_files(folder: Path) -> list[str]:
+    return sorted(set(read_weight_map(folder).values())) or [SINGLE_FILE]
 
-    shutil.copytree(
-        source, target, ignore=shutil.ignore_patterns(*LEFT_BEHIND), copy_function=copy, dirs_exist_ok=True
-    )
+
+def copy_model(source: Path, target: Path, link: bool) -> None:
+    """The files of the model, its weights (those of the index, where there is one) as hard links if asked."""
+    copy_files(source, target, BELONGING)
+    if (source / INDEX_FILE).is_file():
+        shutil.copyfile(source / INDEX_FILE, target / INDEX_FILE)
+    for name in weight_files(source):
+        # The files of a Hub snapshot are links into its cache: resolve them, or the link would be to a link.
+        origin = (source / name).resolve()
+        if link:
+            (target / name).hardlink_to(origin)
+        else:
+            shutil.copyfile(origin, target / name)
+
+
+def not_carried(source: Path, target: Path) -> tuple[str, ...]:
+    """Names of what lies in `source` and not in its copy, hidden files aside; folders end in a slash."""
+    carried = {path.name for path in target.iterdir()}
+    left = [path for path in source.iterdir() if path.name not in carried and not path.name.startswith(".")]
+    return tuple(sorted(f"{path.name}/" if path.is_dir() else path.name for path in left))
 
 
 def raise_tokenizer_limit(folder: Path, length: int) -> None:
@@ -270,23 +282,19 @@ def mark_card(folder: Path, extension: Extension) -> None:
         f"> Context extended to {extension.length:,} tokens ({extension.method} x{extension.factor:g}, without "
         "training). Scores and instructions below are the original's.\n"
     )
-    header, text = "", path.read_text(encoding="utf-8")
+    header, text = "", read_card(path)
     with contextlib.suppress(yaml.YAMLError):  # a card that cannot be read is no reason not to extend
         if text.startswith("---"):
             card = ModelCard(text, ignore_metadata_errors=True)
             card.data.pop("model_name", None)
             card.data.eval_results = None
             header, text = f"---\n{card.data.to_yaml()}\n---\n\n", card.text.lstrip()
-    path.write_text(f"{header}{note}\n{text}", encoding="utf-8")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_card(path, f"{header}{note}\n{text}")
 
 
 def check_written(folder: Path, extension: Extension) -> None:
     """The written configuration says to Transformers what it should: its own checks and defaults come in between."""
-    config = load_config(folder)
+    config = library_config(folder)
     read = {key: config.rope_parameters.get(key) for key in extension.rope_parameters}
     if read != extension.rope_parameters or config.max_position_embeddings != extension.length:
         raise ValueError(

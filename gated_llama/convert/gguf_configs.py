@@ -4,32 +4,17 @@ Metadata of the GGUF architectures that llama.cpp serves gates in, and the layer
 Keys are those below the architecture's name. Source: llama.cpp b11549, src/models/step35.cpp and qwen35.cpp.
 """
 
-from math import log
 from typing import Any
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..configuration_gated import GatedLlamaConfig
-from ..modeling_gated import GatedLlamaRotaryEmbedding
-from .target_configs import rotary_share
+from .rotary import frequencies, rotated, written_rotary, yarn_amplitude
 
 
 # Sizes of the recurrent layer without effect; llama.cpp's kernels want heads of 128.
 STATE_SIZE = 128
 CONVOLUTION = 4
-
-
-def frequencies(config: GatedLlamaConfig) -> tuple[torch.Tensor, float]:
-    """Angle per position of each rotary pair, in radians, and the factor on cosine and sine."""
-    kind = config.rope_parameters["rope_type"]
-    compute = ROPE_INIT_FUNCTIONS.get(kind, GatedLlamaRotaryEmbedding.compute_default_rope_parameters)
-    return compute(config, torch.device("cpu"))
-
-
-def rotated(config: GatedLlamaConfig) -> int:
-    """How many coordinates of each head are rotated."""
-    return int(config.head_dim * rotary_share(config))
 
 
 def rope_factors(config: GatedLlamaConfig) -> torch.Tensor:
@@ -59,21 +44,18 @@ def _shared(config: GatedLlamaConfig) -> dict[str, Any]:
 
 
 def _scaling(config: GatedLlamaConfig) -> dict[str, Any]:
-    """Linear and YaRN scaling; llama.cpp rounds YaRN's borders and multiplies by 0.1 ln(factor) + 1 on its own."""
-    own = config.rope_parameters
+    """Linear and YaRN scaling; llama.cpp multiplies by YaRN's usual amplitude on its own."""
+    own = written_rotary(config)
     if own["rope_type"] not in ("linear", "yarn"):
         return {}
-    factor = float(own["factor"] or config.max_position_embeddings / own["original_max_position_embeddings"])
-    scaling = {"rope.scaling.type": own["rope_type"], "rope.scaling.factor": factor}
+    scaling = {"rope.scaling.type": own["rope_type"], "rope.scaling.factor": own["factor"]}
     if own["rope_type"] == "linear":
         return scaling
-    if not own.get("truncate", True):
-        raise ValueError("rope_parameters has truncate=False, and llama.cpp always rounds the borders of YaRN.")
     return scaling | {
         "rope.scaling.original_context_length": own["original_max_position_embeddings"],
-        "rope.scaling.attn_factor": frequencies(config)[1] / (0.1 * log(factor) + 1),
-        "rope.scaling.yarn_beta_fast": float(own.get("beta_fast") or 32),
-        "rope.scaling.yarn_beta_slow": float(own.get("beta_slow") or 1),
+        "rope.scaling.attn_factor": frequencies(config)[1] / yarn_amplitude(own["factor"]),
+        "rope.scaling.yarn_beta_fast": own.get("beta_fast", 32.0),
+        "rope.scaling.yarn_beta_slow": own.get("beta_slow", 1.0),
     }
 
 

@@ -19,12 +19,12 @@ import torch
 from ..configuration_gated import GatedLlamaConfig
 from . import llama_cpp
 from .checkpoint import expected_tensors
-from .gguf_configs import frequencies
 from .gguf_source import GgufFile
 from .gguf_target import INSIDE, MLP_NORM, stays_float32
 from .loading import Loadable
 from .parity import Parity, judge, text_ids
 from .rewriting import NEUTRAL_SCALE
+from .rotary import frequencies, yarn_amplitude
 from .targets import Target
 from .tokenizer import PROBES, expected_ids
 
@@ -260,7 +260,7 @@ def attention_scale(reading: Reading) -> float:
     """The factor on cosine and sine."""
     if reading.value("rope.scaling.type") != "yarn":
         return 1.0
-    return reading.value("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * log(reading.value("rope.scaling.factor")))
+    return reading.value("rope.scaling.attn_factor", 1.0) * yarn_amplitude(reading.value("rope.scaling.factor"))
 
 
 @torch.inference_mode()

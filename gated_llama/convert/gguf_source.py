@@ -51,6 +51,11 @@ NEUTRAL_KEYS = {
     "tensor_data_layout": ("Meta AI original pth",),
 }
 
+UNKNOWN = "the decoder does not know"
+DROPPED = "Transformers drops when it loads GGUF, so that it would be another model"
+
+EMBEDDING = "token_embd.weight"
+
 # Weighted modules of a decoder, in Transformers' names; the `gguf` package knows its own name for each.
 MODULES = ("model.embed_tokens", "model.norm", "lm_head")
 LAYER_MODULES = (
@@ -75,12 +80,12 @@ class GgufFile:
     """
     Metadata and tensor table of a GGUF file (versions 2 and 3, little endian); arrays of strings are only counted.
 
-    Raises ValueError when the file is damaged, or when the `gguf` package is not installed.
+    Raises ValueError when the file is damaged, ImportError when the `gguf` package is not installed.
     """
 
     def __init__(self, path: Path):
         if importlib.util.find_spec("gguf") is None:
-            raise ValueError("Reading GGUF files needs the gguf package: pip install 'gated-llama[gguf]'.")
+            raise ImportError("Reading GGUF files needs the gguf package: pip install 'gated-llama[gguf]'.")
         self.path = path
         try:
             with open(path, "rb") as file:
@@ -179,11 +184,14 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     raw |= {attribute: file.metadata[key] for key, attribute in TOKEN_KEYS.items() if key in file.metadata}
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
     raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-    if "vocab_size" not in raw and "tokenizer.ggml.tokens" in file.metadata:
-        raw["vocab_size"] = file.metadata["tokenizer.ggml.tokens"]
+    if "vocab_size" not in raw and EMBEDDING in file.tensors:
+        raw["vocab_size"] = file.tensors[EMBEDDING].shape[0]
     for key, value in stated.items():
         if key not in CONFIG_KEYS and value not in _neutral_values(key, raw["head_dim"]):
-            raise ValueError(f"{file.path} has {prefix}{key}={value!r}, which the decoder does not know.")
+            reason = DROPPED if key.startswith("rope.scaling.") else UNKNOWN
+            raise ValueError(
+                f"{file.path} has {prefix}{key}={value!r}, which {reason}: convert from the safetensors checkpoint."
+            )
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     return raw | {"model_type": ARCHITECTURES[architecture]}
 

@@ -40,7 +40,7 @@ MLP_NORM = {"step35": "ffn_norm", "qwen35": "post_attention_norm"}
 
 def require_package():
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError("Writing GGUF files needs the gguf package: pip install 'gated-llama[gguf]'.")
+        raise ImportError("Writing GGUF files needs the gguf package: pip install 'gated-llama[gguf]'.")
 
 
 def stored_name(name: str, architecture: str) -> str:

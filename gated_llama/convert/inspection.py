@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata, hf_hub_download
-from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    OfflineModeIsEnabled,
+    SafetensorsParsingError,
+)
 
 from ..configuration_gated import GatedLlamaConfig
 from .checkpoint import GATE_TENSOR, build_config, expected_tensors
 from .exported import WITH_ADDED_LAYER
 from .imports import source_for
-from .opening import open_checkpoint
+from .opening import open_checkpoint, quantiser, stored_in
 from .sources import decoder_fields
 from .tensor_files import DTYPES, TensorInfo, one_line, read_json
 
@@ -75,6 +80,7 @@ class Inspection:
     gate_tensors: weight name with `*` for the layer -> shape; empty where another format stores the gate.
     retrofit: the conversion's own record: its policy, and what it folded into other weights.
     dtypes: dtype -> parameters stored in it (de-quantised, for GGUF). files: file -> bytes.
+    quantiser: what the weights are quantised by, such as "torchao"; its scales are among the parameters of `dtypes`.
     offers: what a conversion would add at G1, for a plain model.
     problems: tensors that the configuration calls for and the files lack, or the other way round.
     """
@@ -93,6 +99,7 @@ class Inspection:
     files: dict[str, int]
     offers: list[GateCount]
     problems: list[str]
+    quantiser: str | None = None
 
     @property
     def gate_share(self) -> float:
@@ -116,9 +123,11 @@ def inspect_checkpoint(model: str | Path, revision: str | None = None) -> Inspec
         ValueError: no such checkpoint, damaged files, or an architecture that is not known here.
     """
     raw, tensors = read_headers(model, revision)
-    config = read_config(raw)
+    config = read_config({name: value for name, value in raw.items() if name != "quantization_config"})
+    quantised_by = quantiser(raw)
     gated = config.gate_position is not None
     shapes = shapes_of(config)
+    compare = compare_tensors if quantised_by is None else compare_quantised
     return Inspection(
         model=str(model),
         model_type=raw["model_type"],
@@ -137,9 +146,10 @@ def inspect_checkpoint(model: str | Path, revision: str | None = None) -> Inspec
         dtypes=stored_dtypes(tensors),
         files=stored_files(tensors),
         offers=[]
-        if gated or raw["model_type"] == GatedLlamaConfig.model_type
+        if gated or quantised_by or raw["model_type"] == GatedLlamaConfig.model_type
         else [offer(config, granularity) for granularity in ("headwise", "elementwise")],
-        problems=compare_tensors(shapes, tensors) if raw["model_type"] == GatedLlamaConfig.model_type else [],
+        problems=compare(shapes, tensors) if raw["model_type"] == GatedLlamaConfig.model_type else [],
+        quantiser=quantised_by,
     )
 
 
@@ -147,22 +157,26 @@ def read_headers(model: str | Path, revision: str | None) -> tuple[dict[str, Any
     """The content of config.json, and shape, dtype and file of each tensor."""
     name = str(model)
     if Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        checkpoint = open_checkpoint(model, revision)
+        checkpoint = open_checkpoint(model, revision, quantised=True)
         return checkpoint.raw_config, checkpoint.reader.tensors
-    raw = read_json(Path(hf_hub_download(model, "config.json", revision=revision)))
     tensors = {}
     try:
+        raw = read_json(Path(hf_hub_download(model, "config.json", revision=revision)))
+        dtypes = stored_in(raw)
         metadata = get_safetensors_metadata(model, revision=revision)
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError):  # then from the cache, or not at all
+        checkpoint = open_checkpoint(model, revision, quantised=True)
+        return checkpoint.raw_config, checkpoint.reader.tensors
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise ValueError(f"{model} has no safetensors that can be read: {one_line(error)}") from error
     for file_name, file in metadata.files_metadata.items():
         for name, info in file.tensors.items():
-            if info.dtype not in DTYPES:
+            if info.dtype not in dtypes:
                 raise ValueError(
-                    f"{model}: {name} is stored as {info.dtype}; only {', '.join(DTYPES)} are read. Quantised "
-                    "checkpoints are not supported: name the one that it was made from."
+                    f"{model}: {name} is stored as {info.dtype}; only {', '.join(dtypes)} are read, and its "
+                    "config.json names no quantiser: name the checkpoint that it was made from."
                 )
-            tensors[name] = TensorInfo(tuple(info.shape), DTYPES[info.dtype], Path(file_name))
+            tensors[name] = TensorInfo(tuple(info.shape), dtypes[info.dtype], Path(file_name))
     return raw, tensors
 
 
@@ -224,3 +238,26 @@ def compare_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str,
         for name, shape in expected.items()
         if name in found and found[name].shape != shape
     ]
+
+
+def compare_quantised(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorInfo]) -> list[str]:
+    """
+    The same for quantised weights: whether each module has its own.
+
+    A quantiser stores `q_proj.weight` as tensors of its own names and shapes, all of which begin with `q_proj.`.
+    """
+    modules = {module_of(name) for name in found}
+    problems = [
+        f"{name} is not in the files"
+        for name in expected
+        if name not in found and not (name.endswith(".weight") and module_of(name) in modules)
+    ]
+    known = {module_of(name) for name in expected}
+    problems += [f"{name} is in the files but not in the model" for name in found if module_of(name) not in known]
+    plain = {name: info for name, info in found.items() if name in expected and info.dtype in DTYPES.values()}
+    return problems + compare_tensors({name: expected[name] for name in plain}, plain)
+
+
+def module_of(tensor: str) -> str:
+    """`"model.norm"` of `"model.norm.weight"`, and of `"model.norm.weight.absmax"`."""
+    return tensor.partition(".weight.")[0] if ".weight." in tensor else tensor.rpartition(".")[0]

@@ -11,16 +11,21 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
+from .config_file import library_config
+from .gguf_vocabulary import unreadable
 from .imports import PAPER_FLAGS
 from .opening import Checkpoint, open_checkpoint
-from .tensor_files import one_line
-from .tokenizer import VOCABULARIES, carry_files, load_tokenizer
+from .source_rotary import honour_attn_factor
+from .tensor_files import DTYPES, one_line
+from .tokenizer import VOCABULARIES, carry_files, load_gguf_tokenizer, load_tokenizer
 
 
 # What other code calls its gates, inside an attention module.
 GATE_NAMES = re.compile(r"(attn|attention)\w*\.(w_g|g_proj|g_param|gate_proj|attn_gate|gate)(\.|$)")
+# What the library's GGUF loader takes from its defaults: without a tokenizer, and for Qwen3.
+GGUF_SIZES = ("vocab_size", "head_dim")
 UNKNOWN_CLASS = re.compile(r"Unrecognized configuration class <class '(?:\w+\.)*(\w+)'>")
 
 
@@ -32,9 +37,17 @@ class Loadable:
     checkpoint: Checkpoint
 
     @classmethod
-    def open(cls, source: "str | Path | Loadable", revision: str | None = None) -> "Loadable":
-        """ValueError when there is no checkpoint, or a damaged one. What is open already is returned."""
-        return source if isinstance(source, Loadable) else cls(str(source), open_checkpoint(source, revision))
+    def open(
+        cls, source: "str | Path | Loadable", revision: str | None = None, *, quantised: bool = False
+    ) -> "Loadable":
+        """
+        ValueError when there is no checkpoint, or a damaged one. What is open already is returned.
+
+        quantised: also one whose weights only its quantiser reads, for those who run models and read no weights.
+        """
+        if isinstance(source, Loadable):
+            return source
+        return cls(str(source), open_checkpoint(source, revision, quantised=quantised))
 
     def __str__(self) -> str:
         return self.name
@@ -47,14 +60,20 @@ class Loadable:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        return AutoConfig.from_pretrained(**self.arguments)
+        """As the library reads it, but for what it does not understand (see `library_config`, `with_amplitude`)."""
+        gguf_file = self.checkpoint.gguf_file
+        config = honour_attn_factor(library_config(self.checkpoint.folder, gguf_file=gguf_file))
+        if gguf_file:
+            config.update({name: self.checkpoint.raw_config[name] for name in GGUF_SIZES})
+        return config
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype of most parameters; float32 for GGUF, which is de-quantised."""
+        """The dtype of most parameters but quantised ones; float32 for GGUF, which is de-quantised."""
         sizes: dict[torch.dtype, int] = {}
         for info in self.checkpoint.reader.tensors.values():
-            sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
+            if info.dtype in DTYPES.values():
+                sizes[info.dtype] = sizes.get(info.dtype, 0) + torch.Size(info.shape).numel()
         return str(max(sizes, key=sizes.get)).removeprefix("torch.")
 
     def rounding(self, dtype: torch.dtype) -> torch.dtype:
@@ -72,11 +91,15 @@ class Loadable:
             return "tokenizer.ggml.tokens" in self.checkpoint.reader.file.metadata
         return any(any(self.checkpoint.folder.glob(pattern)) for pattern in VOCABULARIES)
 
+    @property
+    def guessed_tokenizer(self) -> str | None:
+        """Why the tokenizer of a GGUF file cannot be rebuilt with its ids; `None` for all others."""
+        return unreadable(self.checkpoint.reader.file.metadata) if self.checkpoint.gguf_file else None
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        try:
-            return AutoTokenizer.from_pretrained(**self.arguments)
-        except Exception as error:  # a damaged file surfaces as almost any type
-            raise ValueError(f"The tokenizer of {self} cannot be loaded: {one_line(error)}") from error
+        if self.checkpoint.gguf_file:
+            return load_gguf_tokenizer(self.checkpoint, str(self))
+        return load_tokenizer(self.checkpoint.folder, name=str(self))
 
     def carried_tokenizer(self) -> PreTrainedTokenizerBase:
         """As a conversion delivers it: what tokenizer.json says, where AutoTokenizer's class says otherwise."""
@@ -96,7 +119,7 @@ class Loadable:
                 f"{self} is in the format of the paper's release, for which Transformers has no class: convert it "
                 "with `gated-llama convert`; `gated-llama export --target paper` gives its tensors back bit for bit."
             )
-        with plain_errors(str(self)):
+        with plain_errors(str(self), self.checkpoint.quantiser):
             model, info = AutoModelForCausalLM.from_pretrained(
                 **self.arguments, config=self.config, dtype=dtype, output_loading_info=True, **options
             )
@@ -107,10 +130,19 @@ class Loadable:
 
 
 @contextlib.contextmanager
-def plain_errors(name: str) -> Iterator[None]:
-    """ValueError in one line for the library's errors on loading the model `name`."""
+def plain_errors(name: str, quantiser: str | None = None) -> Iterator[None]:
+    """
+    ValueError in one line for the library's errors on loading the model `name`; ImportError where its quantiser is not
+    installed.
+    """
     try:
         yield
+    except ImportError as error:
+        if quantiser is None:
+            raise
+        raise ImportError(
+            f"{name} is quantised by {quantiser}, which runs it and is not installed: {one_line(error)}."
+        ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" in str(error):  # the library's own report is not shown here
             raise ValueError(

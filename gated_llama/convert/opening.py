@@ -3,10 +3,13 @@
 import hashlib
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -16,9 +19,19 @@ from huggingface_hub.errors import (
 )
 
 from .gguf_source import GgufFile, GgufReader, gguf_config
-from .tensor_files import INDEX_FILE, SINGLE_FILE, SafetensorsReader, one_line, read_json
+from .tensor_files import (
+    DTYPES,
+    INDEX_FILE,
+    QUANTISED_DTYPES,
+    SINGLE_FILE,
+    SafetensorsReader,
+    one_line,
+    read_json,
+)
 from .tokenizer import CARRIED, TOKENIZER_CONFIG, VOCABULARIES
 
+
+ADAPTER_FILE = "adapter_config.json"  # of PEFT
 
 BLOCKS, BLOCK = 64, 1 << 16
 
@@ -34,6 +47,7 @@ class Checkpoint:
         reader: `tensors` (name -> shape, dtype, file) and `read(name)`.
         gguf_file: file name below `folder` of a GGUF source.
         hub_id: Hub id, when the source was named so.
+        tokenizer: folder of a tokenizer that stands in for the one of a GGUF source.
     """
 
     folder: Path
@@ -41,6 +55,22 @@ class Checkpoint:
     reader: SafetensorsReader | GgufReader
     gguf_file: str | None = None
     hub_id: str | None = None
+    tokenizer: Path | None = None
+
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Within it, errors about a GGUF source speak of its metadata, which stand in for config.json."""
+        try:
+            yield
+        except ValueError as error:
+            if self.gguf_file is None or "config.json" not in str(error):
+                raise
+            raise ValueError(str(error).replace("config.json", f"metadata of {self.gguf_file}")) from error
+
+    @property
+    def quantiser(self) -> str | None:
+        """What the weights are quantised by, such as "torchao"; None if they are not. GGUF is de-quantised."""
+        return quantiser(self.raw_config)
 
     def digest(self) -> str:
         """
@@ -63,8 +93,19 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
 
-def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
-    """Opens a source; ValueError when it is not there or damaged. Nothing is read but headers."""
+def quantiser(raw_config: Mapping[str, Any]) -> str | None:
+    """`quant_method` of a configuration; "an unknown quantiser" where it says only that there is one."""
+    stated = raw_config.get("quantization_config")
+    return stated.get("quant_method", "an unknown quantiser") if isinstance(stated, Mapping) else None
+
+
+def open_checkpoint(source: str | Path, revision: str | None = None, *, quantised: bool = False) -> Checkpoint:
+    """
+    Opens a source; ValueError when it is not there or damaged. Nothing is read but headers.
+
+    quantised: weights that only their quantiser reads are as well, since they are loaded by Transformers or not at
+    all.
+    """
     if not str(source).strip():
         raise ValueError("The source is empty: name a Hub id, a folder or a .gguf file.")
     path = Path(source).expanduser()
@@ -77,31 +118,48 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
         raw_config = gguf_config(file)
         return Checkpoint(path.parent, raw_config, GgufReader(file, raw_config), gguf_file=path.name)
     if path.is_dir():
-        return open_folder(path)
+        return open_folder(path, quantised=quantised)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(source)):
         raise ValueError(f"{source} does not exist.")
-    return open_folder(download(str(source), revision), hub_id=str(source))
+    return open_folder(download(str(source), revision), hub_id=str(source), quantised=quantised)
 
 
-def open_folder(folder: Path, hub_id: str | None = None) -> Checkpoint:
+def open_folder(folder: Path, hub_id: str | None = None, quantised: bool = False) -> Checkpoint:
+    if not (folder / "config.json").is_file() and (folder / ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{folder} holds an adapter only ({ADAPTER_FILE}), not a model: merge the adapter first (PEFT's "
+            "merge_and_unload, then save_pretrained), and name the folder of the merged model."
+        )
     if not (folder / "config.json").is_file():
         files = sorted(path.name for path in folder.glob("*.gguf"))
         advice = f"to convert a GGUF file, name it: {folder / files[0]}" if files else "it is not a checkpoint folder"
         raise ValueError(f"{folder} has no config.json: {advice}.")
+    if (folder / ADAPTER_FILE).is_file():
+        raise ValueError(
+            f"{folder} has an adapter beside its weights ({ADAPTER_FILE}), which from_pretrained would apply: merge "
+            f"the adapter first (PEFT's merge_and_unload, then save_pretrained), or remove {ADAPTER_FILE} from a copy "
+            "for the model without it."
+        )
     raw_config = read_json(folder / "config.json")
     if not isinstance(raw_config.get("model_type", ""), str):
         raise ValueError(f"{folder / 'config.json'} has model_type={raw_config['model_type']!r}, which is not a name.")
-    return Checkpoint(folder, raw_config, SafetensorsReader(folder), hub_id=hub_id)
+    dtypes = stored_in(raw_config) if quantised else DTYPES
+    return Checkpoint(folder, raw_config, SafetensorsReader(folder, dtypes), hub_id=hub_id)
 
 
-def download(repository: str, revision: str | None) -> Path:
-    """Fetches the files that a conversion reads: everything small, then the weights that the index names."""
+def stored_in(raw_config: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+    """Dtypes of the tensors of such a checkpoint; integers are weights only where a quantiser says so."""
+    return QUANTISED_DTYPES if quantiser(raw_config) else DTYPES
+
+
+def download(repository: str, revision: str | None, others: tuple[str, ...] = ()) -> Path:
+    """Fetches the files that a conversion reads, and `others`: everything small, then the weights of the index."""
     try:
         folder = Path(
             snapshot_download(
                 repository,
                 revision=revision,
-                allow_patterns=["config.json", INDEX_FILE, "README.md", *CARRIED],
+                allow_patterns=["config.json", ADAPTER_FILE, INDEX_FILE, "README.md", *CARRIED, *others],
             )
         )
         index = folder / INDEX_FILE

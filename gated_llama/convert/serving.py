@@ -14,7 +14,11 @@ AS_IT_IS = Target(
     "the folder itself, through an engine's Transformers backend",
     GatedLlamaConfig.to_dict,
     native=frozenset(FEATURES),
-    services=(Service("Transformers"), Service("vLLM"), Service("SGLang", read_only=True)),
+    services=(
+        Service("Transformers"),
+        Service("vLLM", reader="Transformers"),
+        Service("SGLang", read_only=True, reader="Transformers"),
+    ),
 )
 
 MODELS = {
@@ -26,6 +30,12 @@ GATES = {
     "headwise": {"gate_granularity": "headwise"},
     "elementwise": {"gate_granularity": "elementwise"},
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
+ROTARY = {
+    "YaRN with an amplitude of its own (`attention_factor`, `mscale`)": YARN | {"attention_factor": 1.0},
+    "YaRN with `truncate: false`": YARN | {"truncate": False},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+}
 ZERO_GATES = "zero (an identity conversion before training)"
 
 LEGEND = """\
@@ -34,11 +44,15 @@ installed. A name: `gated-llama export MODEL OUT --target NAME`. *trick*: the ex
 rewriting that has a price, such as repeated rows, a layer without effect, or projections that must not be quantised;
 the card in OUT says which. †: from the engine's source code, and that engine was not run; which of the others were
 run, on what, is in `benchmarks/engines`. The last three rows are plain architectures that every engine has (llama.cpp
-after its own conversion); they were not run. A dash: not possible."""
+after its own conversion); they were not run. A dash: not possible.
+
+Engines read default, linear, llama3 and plain YaRN rotary embeddings as Transformers does (llama.cpp has no llama3 for
+elementwise gates), and for others some compute something else: `gated_llama/convert/engines.py` says what, by which
+file of the engine. An export names the engines that remain; for headwise gates, and for zero ones:"""
 
 
 def serving_table() -> str:
-    """Markdown: a row for each model and gate, a column for each engine, in each cell what serves it there."""
+    """Markdown: a row for each model or rotary embedding and gate, a column for each engine: what serves it there."""
     with_gate = [AS_IT_IS, *(target for target in EVERY_TARGET if target.gate is not None)]
     without_gate = [target for target in EVERY_TARGET if target.gate is None]
     rows = [("model", "gate", *EVERY_ENGINE), ("---",) * (2 + len(EVERY_ENGINE))]
@@ -47,7 +61,16 @@ def serving_table() -> str:
             rows.append((model, gate, *cells(example(**fields, **gate_fields), with_gate)))
     for model, fields in MODELS.items():
         rows.append((model, ZERO_GATES, *cells(example(**fields), without_gate)))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{LEGEND}\n"
+    others = [("rotary embedding", "gate", *EVERY_ENGINE), rows[1]]
+    for kind, parameters in ROTARY.items():
+        model = example(**GATES["headwise"], rope_parameters=dict(parameters))
+        others.append((kind, "headwise", *cells(model, with_gate)))
+        others.append((kind, "zero", *cells(model, without_gate)))
+    return f"{markdown(rows)}\n\n{LEGEND}\n\n{markdown(others)}\n"
+
+
+def markdown(rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def example(**fields) -> GatedLlamaConfig:

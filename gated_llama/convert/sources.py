@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .source_rotary import ROPE_TABLES, check_numbers, plain_rotary
 from .tensor_files import one_line
 
 
@@ -46,7 +47,8 @@ def check_rope(raw: Mapping[str, Any], *, partial_rotary: bool = False) -> None:
     Args:
         partial_rotary: whether that class applies `partial_rotary_factor`.
     """
-    tables = {name: raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name)}
+    tables = {name: raw[name] for name in ROPE_TABLES if raw.get(name)}
+    check_numbers({key: raw[key] for key in ("rope_theta", "partial_rotary_factor") if key in raw})
     kinds = {name: check_rope_table(name, table) for name, table in tables.items()}
     if len(set(kinds.values())) > 1:
         raise ValueError(
@@ -64,6 +66,9 @@ def check_rope(raw: Mapping[str, Any], *, partial_rotary: bool = False) -> None:
             )
 
 
+NOT_NUMBERS = ("rope_type", "type", "truncate", "short_factor", "long_factor", "mrope_section")
+
+
 def check_rope_table(name: str, table: Any) -> str:
     """The rotary type of one table; ValueError when it is not understood."""
     if not isinstance(table, dict):
@@ -73,7 +78,11 @@ def check_rope_table(name: str, table: Any) -> str:
             f"{name} is given per layer type ({', '.join(nested)}); this decoder has one rotary embedding for all."
         )
     if unknown := sorted(set(table) - set(RopeParameters.__annotations__) - {"type"}):
-        raise ValueError(f"{name} has parameters that are not known: {', '.join(unknown)}.")
+        raise ValueError(
+            f"{name} has parameters that are not known: {', '.join(unknown)}. Transformers ignores them: remove them "
+            "from a copy of config.json if the model was trained without."
+        )
+    check_numbers({key: value for key, value in table.items() if key not in NOT_NUMBERS}, f"{name}.")
     kinds = {table[key] for key in ("rope_type", "type") if table.get(key)} or {"default"}
     if len(kinds) > 1:
         raise ValueError(f"{name} has two types, {' and '.join(sorted(kinds))}. Keep the one that is right.")
@@ -141,6 +150,7 @@ COMMON_READS = frozenset(SAME_FIELDS) | {
     "dtype",
     "head_dim",
     "model_type",
+    "original_max_position_embeddings",
     "partial_rotary_factor",
     "rope_parameters",
     "rope_scaling",
@@ -241,7 +251,10 @@ def nope_layers(config: PreTrainedConfig) -> str | None:
     layers = [index for index, rotary in enumerate(config.no_rope_layers) if not rotary]
     if not layers:
         return None
-    return f"layers {layers} have no rotary embedding (no_rope_layers), and every layer of this decoder rotates"
+    return (
+        f"layers {layers} have no rotary embedding (no_rope_layers, as in SmolLM3-3B), and every layer of this "
+        "decoder rotates"
+    )
 
 
 SOURCES = {
@@ -305,7 +318,9 @@ def decoder_fields(source: Source, raw: Mapping[str, Any]) -> dict[str, Any]:
     Values that the source's config class derives (defaults of absent keys, windows by layer, rotary parameters) are
     taken from that class. Raises ValueError for whatever is not understood.
     """
+    raw, _ = plain_rotary(raw)
     check_attributes(source, raw)
+    check_dtype(raw)
     source.check_rotary(raw)
     try:
         config = CONFIG_MAPPING[source.model_type].from_dict(copy.deepcopy(dict(raw)))
@@ -317,6 +332,16 @@ def decoder_fields(source: Source, raw: Mapping[str, Any]) -> dict[str, Any]:
     if fields["hidden_act"] not in ACT2FN:
         raise ValueError(f"hidden_act={fields['hidden_act']!r} is unknown; known are {', '.join(sorted(ACT2FN))}.")
     return fields
+
+
+def check_dtype(raw: Mapping[str, Any]) -> None:
+    for key in ("dtype", "torch_dtype"):
+        name = raw.get(key)
+        if name is not None and not isinstance(getattr(torch, str(name).removeprefix("torch."), None), torch.dtype):
+            raise ValueError(
+                f"config.json has {key}={name!r}, which names no dtype: write that of the weights, such as "
+                "'bfloat16', or leave it out of a copy."
+            )
 
 
 def check_attributes(source: Source, raw: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..configuration_gated import GatedLlamaConfig
+from .rotary import rotary_share, written_rotary
 
 
 SHARED_FIELDS = (
@@ -21,7 +22,6 @@ SHARED_FIELDS = (
     "tie_word_embeddings",
     "attention_dropout",
 )
-TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 # Legal sizes for linear attention that no layer uses: engines compute its state's size, and divide its heads among
 # devices, whether or not there is such a layer.
@@ -38,19 +38,18 @@ UNUSED_EXPERTS = 8
 UNUSED_EXPERT_WIDTH = 128
 
 
-def rotary_share(config: GatedLlamaConfig) -> float:
-    """The share of each head that is rotated."""
-    return config.rope_parameters.get("partial_rotary_factor") or 1.0
-
-
 def biases(config: GatedLlamaConfig) -> dict[str, bool]:
     """Which attention projections of the model carry a bias."""
     return {**dict.fromkeys("qkv", config.qkv_bias), "g": config.gate_bias, "o": config.o_bias}
 
 
 def _shared(config: GatedLlamaConfig) -> dict[str, Any]:
-    fields = {name: getattr(config, name) for name in SHARED_FIELDS}
-    return fields | {name: value for name in TOKEN_IDS if (value := getattr(config, name)) is not None}
+    # Of these two null is written, too: readers have ids of their own for what they do not find.
+    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "bos_token_id", "eos_token_id")}
+    if config.pad_token_id is not None:
+        fields["pad_token_id"] = config.pad_token_id
+    # Of two names of one function, some engines know one.
+    return fields | ({"hidden_act": "silu"} if config.hidden_act == "swish" else {})
 
 
 def _has_bias(config: GatedLlamaConfig, parts: str) -> bool:
@@ -59,7 +58,7 @@ def _has_bias(config: GatedLlamaConfig, parts: str) -> bool:
 
 def _rotary(config: GatedLlamaConfig, **parameters: Any) -> dict[str, Any]:
     """The rotary embedding, where readers of every age look: `rope_parameters`, `rope_theta`, `rope_scaling`."""
-    own = {name: value for name, value in config.rope_parameters.items() if name != "partial_rotary_factor"}
+    own = written_rotary(config)
     fields = {"rope_theta": own["rope_theta"], "rope_parameters": own | parameters}
     if own["rope_type"] != "default":
         fields["rope_scaling"] = {name: value for name, value in own.items() if name != "rope_theta"} | parameters
@@ -149,6 +148,11 @@ def step3p5(config: GatedLlamaConfig) -> dict[str, Any]:
     return {
         **_shared(config),
         **rotary,
+        # Lists and limits as the released model has them: SGLang reads an entry for each layer.
+        "rope_theta": [rotary["rope_theta"]] * (layers + 1),
+        "yarn_only_types": ["full_attention"],
+        "swiglu_limits": [0.0] * (layers + 1),
+        "swiglu_limits_shared": [0.0] * (layers + 1),
         "num_hidden_layers": layers + 1,
         "num_attention_groups": config.num_key_value_heads,
         "layer_types": [*config.layer_types, "full_attention"],
@@ -225,9 +229,13 @@ def qwen3(config: GatedLlamaConfig) -> dict[str, Any]:
 
 
 def llama(config: GatedLlamaConfig) -> dict[str, Any]:
+    rotary = _rotary(config)
+    if "original_max_position_embeddings" in rotary["rope_parameters"]:
+        # llama.cpp's converter looks for llama3's here, and takes 8192 without it.
+        rotary["original_max_position_embeddings"] = rotary["rope_parameters"]["original_max_position_embeddings"]
     return {
         **_shared(config),
-        **_rotary(config),
+        **rotary,
         "attention_bias": _has_bias(config, "qkvo"),
         "mlp_bias": config.mlp_bias,
         "pretraining_tp": 1,

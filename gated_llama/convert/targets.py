@@ -2,7 +2,8 @@
 What a gated model can be exported to: one record per target, read by the exporter and by the README's serving table.
 
 A model is described by its features. A target represents a feature as it is (`native`), by an exact rewriting
-(`tricks`), or not at all; an engine that serves the target may lack features of its own (`Service.lacks`).
+(`tricks`), or not at all; an engine that serves the target may lack features of its own, whatever the architecture
+(`engines.READERS`) or in this one (`Service.lacks`).
 
 Sources: the model code of Transformers 5.24.0, vLLM 0.32.0, SGLang 0.5.23, MLX-LM 0.32.2 and llama.cpp b11549.
 """
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..configuration_gated import GatedLlamaConfig
-from . import gguf_configs, target_configs
+from . import gguf_configs, rotary, target_configs
+from .engines import NOT_STRETCHED, READERS
 
 
 # The cell of the gate's axes that engines serve. An additive or differently activated gate has no counterpart there.
@@ -48,8 +50,13 @@ FEATURES: dict[str, Callable[[GatedLlamaConfig], bool]] = {
     "scaled rotary under sliding windows": lambda c: (
         c.sliding_window is not None and c.rope_parameters["rope_type"] != "default"
     ),
-    "rotary of another type": lambda c: c.rope_parameters["rope_type"] not in ("default", *SCALED_ROTARY),
-    "partial rotary": lambda c: target_configs.rotary_share(c) != 1,
+    "dynamic rotary": lambda c: c.rope_parameters["rope_type"] == "dynamic",
+    "rotary of another type": lambda c: c.rope_parameters["rope_type"] not in ("default", "dynamic", *SCALED_ROTARY),
+    "YaRN amplitude of its own": rotary.has_own_amplitude,
+    NOT_STRETCHED: lambda c: rotary.has_own_amplitude(c) and rotary.yarn_factor(c) <= 1,
+    "YaRN with exact borders": lambda c: rotary.is_yarn(c) and not rotary.rounds_borders(c),
+    "context beyond YaRN's": lambda c: rotary.is_yarn(c) and c.max_position_embeddings > rotary.yarn_positions(c),
+    "partial rotary": lambda c: rotary.rotary_share(c) != 1,
     "another MLP activation": lambda c: c.hidden_act not in ("silu", "swish"),
     "one key/value head": lambda c: c.num_key_value_heads == 1,
     "hidden size not a multiple of the heads": lambda c: c.hidden_size % c.num_attention_heads != 0,
@@ -69,15 +76,22 @@ class Service:
     Args:
         engine: its name, a column of the serving table.
         read_only: nobody ran it with such an export; the statement rests on its source code.
-        lacks: feature -> what this engine does not do with it, though the target's format has it.
+        lacks: feature -> what this engine does not do with it in this architecture, though the target's format has it.
+        reader: key in `engines.READERS` of what reads the configuration; `None`: the engine.
     """
 
     engine: str
     read_only: bool = False
     lacks: Mapping[str, str] = field(default_factory=dict)
+    reader: str | None = None
 
     def __str__(self) -> str:
         return self.engine + (" (from its source code, not run)" if self.read_only else "")
+
+    def missing(self, names: Iterable[str]) -> dict[str, str]:
+        """Feature -> what this engine does instead, for those of `names` that it does not honour."""
+        lacks = {**READERS[self.reader or self.engine].lacks, **self.lacks}
+        return {name: lacks[name] for name in names if name in lacks}
 
 
 class GateStorage(NamedTuple):
@@ -153,7 +167,7 @@ class Target:
 
     def services_for(self, names: Iterable[str]) -> list[Service]:
         """The engines that serve a model with these features."""
-        return [service for service in self.services if not service.lacks.keys() & set(names)]
+        return [service for service in self.services if not service.missing(names)]
 
     def tricks_for(self, names: Iterable[str]) -> list[str]:
         """What is rewritten, beyond names and row order, to represent these features; one sentence each."""
@@ -183,12 +197,16 @@ OUTPUT_BIAS = "vLLM and llama.cpp drop a bias of o_proj without a word, so the e
 
 GATED = frozenset({"headwise gate", "elementwise gate", "QK-norm", "one key/value head"})
 GATED |= {"hidden size not a multiple of the heads"}
-SCALED = {"scaled rotary", "llama3 rotary"}
+YARN = {"YaRN amplitude of its own", NOT_STRETCHED, "context beyond YaRN's"}
+SCALED = {"scaled rotary", "llama3 rotary", "YaRN with exact borders"} | YARN
 COMMON_TRICKS = {"shared gate": SHARED_ROWS, "ungated layers": ZERO_ROWS, "fp32 gate": FP32_GATE}
 COMMON_REFUSALS = {
     "no gate": "the model has no gate; use target qwen3 or llama",
     "another MLP activation": SILU,
-    "rotary of another type": f"only default and {', '.join(SCALED_ROTARY)} rotary are the same in every engine",
+    **dict.fromkeys(
+        ("dynamic rotary", "rotary of another type"),
+        f"only default and {', '.join(SCALED_ROTARY)} rotary are the same in every engine",
+    ),
     "o_proj bias": OUTPUT_BIAS,
 }
 
@@ -204,10 +222,11 @@ QWEN = {
 NO_SGLANG_BIAS = {"q/k/v bias": "SGLang builds this class without biases", "gate bias": "as for q, k and v"}
 NO_OUTPUT_BIAS = {"o_proj bias": "it builds Qwen3's o_proj without a bias"}
 NO_QWEN3_BIAS = NO_OUTPUT_BIAS | {"q/k/v bias": "it builds Qwen3's attention without biases"}
-NO_OTHER_ACTIVATION = {"another MLP activation": "it computes SiLU whatever the config says"}
-NO_WINDOWS = dict.fromkeys(
-    ("sliding windows", "sliding windows in some layers"), "it builds Qwen3's attention without windows"
-)
+WINDOWS = ("sliding windows", "sliding windows in some layers")
+NO_WINDOWS = dict.fromkeys(WINDOWS, "it builds Qwen3's attention without windows")
+NO_MIXED_WINDOWS = {"sliding windows in some layers": "it asserts that all layers slide in Qwen3, or none"}
+WIDER_WINDOWS = dict.fromkeys(WINDOWS, "it attends to one token more than the window in this class")
+NO_LLAMA3 = {"llama3 rotary": "its converter writes these frequencies for Llama only"}
 UNGATED_TRICKS = {
     "headwise gate": "Gates that are zero (score 1/2) fold into o_proj.",
     "elementwise gate": "Gates that are zero (score 1/2) fold into o_proj.",
@@ -269,7 +288,7 @@ TARGETS = {
             target_configs.step3p5,
             gate=GateStorage("separate", "g_proj", headwise=True),
             native=(GATED - {"elementwise gate"})
-            | SCALED
+            | (SCALED - {"YaRN with exact borders"})
             | {"q/k/v bias", "sliding windows", "sliding windows in some layers"},
             tricks=COMMON_TRICKS
             | {
@@ -281,6 +300,7 @@ TARGETS = {
             | {
                 "elementwise gate": "its gate has one score per head; use target qwen3_5_text or afmoe",
                 "scaled rotary under sliding windows": "its readers disagree on whether sliding layers are scaled",
+                "YaRN with exact borders": "Transformers rounds them in this class, so that nothing could be compared",
             },
             biases="qkv",
             zero_centred=True,
@@ -290,7 +310,11 @@ TARGETS = {
             identity_layer=target_configs.step3p5_identity_layer,
             services=(
                 Service("vLLM", lacks={"one key/value head": "vLLM asserts two or more for this class"}),
-                Service("SGLang", read_only=True, lacks={"q/k/v bias": "SGLang builds this class without biases"}),
+                Service(
+                    "SGLang",
+                    read_only=True,
+                    lacks={"q/k/v bias": "SGLang builds this class without biases"} | WIDER_WINDOWS,
+                ),
                 Service("MLX-LM", lacks={"q/k/v bias": "MLX-LM builds this class without biases"}),
             ),
         ),
@@ -307,10 +331,10 @@ TARGETS = {
             biases="qkvo",
             services=(
                 Service("Transformers"),
-                Service("vLLM", lacks=NO_OUTPUT_BIAS),
-                Service("SGLang", lacks=NO_OUTPUT_BIAS | NO_WINDOWS),
-                Service("llama.cpp", lacks=NO_QWEN3_BIAS | NO_WINDOWS | NO_OTHER_ACTIVATION),
-                Service("MLX-LM", lacks=NO_QWEN3_BIAS | NO_WINDOWS | NO_OTHER_ACTIVATION),
+                Service("vLLM", lacks=NO_OUTPUT_BIAS | NO_MIXED_WINDOWS),
+                Service("SGLang", lacks=NO_WINDOWS),
+                Service("llama.cpp", lacks=NO_QWEN3_BIAS | NO_WINDOWS | NO_LLAMA3, reader="convert_hf_to_gguf"),
+                Service("MLX-LM", lacks=NO_QWEN3_BIAS | NO_WINDOWS),
             ),
         ),
         Target(
@@ -328,9 +352,12 @@ TARGETS = {
                 "hidden size not a multiple of the heads": "LlamaConfig asserts it",
             },
             biases="qkvo",
-            services=tuple(
-                Service(engine, lacks=NO_OTHER_ACTIVATION if engine in ("llama.cpp", "MLX-LM") else {})
-                for engine in EVERY_ENGINE
+            services=(
+                Service("Transformers"),
+                Service("vLLM"),
+                Service("SGLang", lacks={"MLP bias": "it drops biases of the MLP without a word"}),
+                Service("llama.cpp", reader="convert_hf_to_gguf"),
+                Service("MLX-LM"),
             ),
         ),
         Target(
@@ -342,14 +369,19 @@ TARGETS = {
             gate=GateStorage("per_kv_group", headwise=True),
             native=frozenset(FEATURES)
             - {"no gate", "shared gate", "ungated layers", "fp32 gate", "partial rotary", "MLP bias"}
-            - {"sliding windows", "sliding windows in some layers"},
+            - {"sliding windows", "sliding windows in some layers", "YaRN with exact borders"},
             tricks=COMMON_TRICKS | dict.fromkeys(("gate bias", "q/k/v bias", "o_proj bias"), BIAS_ZEROS),
-            refusals={"no gate": COMMON_REFUSALS["no gate"]},
+            refusals={
+                "no gate": COMMON_REFUSALS["no gate"],
+                "YaRN with exact borders": "the Transformers that its code runs with rounds them",
+            },
             biases="qkvgo",
         ),
     )
 }
 
+
+EXACT_BORDERS = {"YaRN with exact borders": READERS["llama.cpp"].lacks["YaRN with exact borders"]}
 
 # Two architectures of one format: the first that represents the model is written.
 GGUF_TARGETS = (
@@ -361,7 +393,8 @@ GGUF_TARGETS = (
         gguf_configs.step35,
         gate=GateStorage("separate", "g_proj", headwise=True),
         native=(GATED - {"elementwise gate"})
-        | SCALED
+        | {"scaled rotary", "llama3 rotary"}
+        | YARN
         | {"no QK-norm", "q/k/v bias", "partial rotary", "sliding windows", "sliding windows in some layers"},
         tricks=COMMON_TRICKS
         | {
@@ -373,6 +406,7 @@ GGUF_TARGETS = (
             "elementwise gate": "its gate has one score per head",
             "gate bias": "its gate has none",
             "scaled rotary under sliding windows": "its sliding layers are never scaled",
+            **EXACT_BORDERS,
         },
         biases="qkv",
         unties=True,
@@ -387,9 +421,9 @@ GGUF_TARGETS = (
         "Qwen3.5's dense decoder: elementwise gates in llama.cpp",
         gguf_configs.qwen35,
         gate=GateStorage("per_head"),
-        native=GATED | {"tied embeddings", "scaled rotary", "partial rotary", "q/k/v bias"},
+        native=GATED | YARN | {"tied embeddings", "scaled rotary", "partial rotary", "q/k/v bias"},
         tricks=QWEN["tricks"] | {"": "One recurrent layer of zeros, appended."},
-        refusals=COMMON_REFUSALS | {"llama3 rotary": "it has no frequencies of its own"},
+        refusals=COMMON_REFUSALS | {"llama3 rotary": "it has no frequencies of its own", **EXACT_BORDERS},
         biases="qkvg",
         qk_norm=True,
         identity_layer=gguf_configs.qwen35_identity_layer,

@@ -6,13 +6,17 @@ files can give other ids under another type. So the ids are compared, and a clas
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
+from .config_file import has_mark, library_config
+from .gguf_vocabulary import MODEL, check_vocabulary, complete, loading_options, stated_tokens
 from .tensor_files import one_line, read_json
 
 
@@ -74,9 +78,12 @@ class Ids(NamedTuple):
 def carry_files(checkpoint, folder: Path) -> tuple[str | None, list[str]]:
     """Copies what travels with the weights; returns the tokenizer class (`None` without tokenizer) and notes."""
     if checkpoint.gguf_file:
-        if "tokenizer.ggml.model" not in checkpoint.reader.file.metadata:
+        if checkpoint.tokenizer is not None:
+            copy_files(checkpoint.tokenizer, folder)
+            return pin_class(load_tokenizer(checkpoint.tokenizer), folder)
+        if not any(key in checkpoint.reader.file.metadata for key in (MODEL, "tokenizer.ggml.tokens")):
             return None, ["The GGUF file has no tokenizer, so neither has the result."]
-        source = load_tokenizer(checkpoint.folder, gguf_file=checkpoint.gguf_file)
+        source = load_gguf_tokenizer(checkpoint)
         source.save_pretrained(folder)
         return pin_class(source, folder)
     copy_files(checkpoint.folder, folder)
@@ -86,9 +93,9 @@ def carry_files(checkpoint, folder: Path) -> tuple[str | None, list[str]]:
     return pin_class(load_tokenizer(checkpoint.folder), folder)
 
 
-def copy_files(source: Path, folder: Path) -> None:
+def copy_files(source: Path, folder: Path, patterns: tuple[str, ...] = CARRIED) -> None:
     """The tokenizer and what else travels with the weights, byte for byte."""
-    for pattern in CARRIED:
+    for pattern in patterns:
         for path in sorted(source.glob(pattern)):
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
@@ -110,11 +117,69 @@ def carry_generation_settings(raw_config: dict, path: Path) -> None:
         path.write_text(json.dumps(ids | settings, indent=2) + "\n", encoding="utf-8")
 
 
-def load_tokenizer(folder: Path, **options):
+def load_tokenizer(folder: Path, name: str | None = None, **options):
+    """
+    What AutoTokenizer makes of `folder`, called `name` in errors.
+
+    Raises ValueError for files that cannot be read, ImportError when a package is missing for them.
+    """
+    if (folder / "config.json").is_file() and has_mark(folder / "config.json"):
+        options["config"] = library_config(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except Exception as error:  # a damaged file surfaces as almost any type
-        raise ValueError(f"The tokenizer of {folder} cannot be loaded: {one_line(error)}") from error
+        refuse_unreadable(folder)
+        raise ValueError(f"The tokenizer of {name or folder} cannot be loaded: {one_line(error)}") from error
+
+
+def load_gguf_tokenizer(checkpoint, name: str | None = None):
+    """The tokenizer that a GGUF file describes, with llama.cpp's ids; ValueError where that cannot be known."""
+    metadata = checkpoint.reader.file.metadata
+    options = loading_options(metadata, checkpoint.reader.file.path)
+    return complete(load_tokenizer(checkpoint.folder, name, **options), metadata)
+
+
+def with_tokenizer(checkpoint, folder: Path | None):
+    """
+    The checkpoint of a GGUF file with the original tokenizer, from `folder`, in place of the file's own.
+
+    ValueError for another kind of source, and for a tokenizer whose tokens are not those of the file.
+    """
+    if folder is None:
+        return checkpoint
+    if checkpoint.gguf_file is None:
+        raise ValueError(f"tokenizer={str(folder)!r} is for a .gguf source; the tokenizer of a folder lies in it.")
+    if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
+        raise ValueError(f"{folder} has no tokenizer: name a folder with tokenizer.json or the like.")
+    tokenizer = load_tokenizer(folder)
+    check_against_file(tokenizer, str(folder), checkpoint)
+    return replace(checkpoint, tokenizer=folder)
+
+
+def check_against_file(tokenizer, name: str, checkpoint) -> None:
+    """ValueError unless `tokenizer` has the tokens that a GGUF file lists."""
+    file = checkpoint.reader.file
+    tokens = stated_tokens(file.path)
+    if tokens is None:  # a file without tokenizer; the size of its embedding is all there is
+        tokens = tokenizer.convert_ids_to_tokens(range(min(len(tokenizer), checkpoint.raw_config["vocab_size"])))
+    check_vocabulary(tokenizer, name, tokens, file.metadata.get("tokenizer.ggml.token_type", ()))
+
+
+def refuse_unreadable(folder: Path) -> None:
+    """Raises for reasons that the library's own messages do not give."""
+    for path in sorted(folder.glob("*.json")):
+        if path.name != "config.json" and has_mark(path):
+            raise ValueError(
+                f"{path} begins with a byte order mark, which the library does not read: save it as UTF-8 without one."
+            )
+    models = [path.name for path in folder.glob("*.model")]  # the library goes on to try them as files of tiktoken
+    available = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    missing = [package for package, there in available.items() if not there]
+    if models and missing and not (folder / "tokenizer.json").is_file():
+        raise ImportError(
+            f"{folder / models[0]} is a SentencePiece model, which Transformers reads with {' and '.join(missing)}: "
+            f"pip install {' '.join(missing)}."
+        )
 
 
 def pin_class(source, folder: Path) -> tuple[str, list[str]]:

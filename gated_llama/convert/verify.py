@@ -17,7 +17,9 @@ from ..diagnostics.divergence import (
     place_name,
     recorded_states,
 )
+from . import llama_cpp
 from .loading import Loadable
+from .tokenizer import PROBES, check_against_file
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,6 +57,7 @@ class VerifyReport:
     layers: every place in order.
     greedy_equal: 8 tokens decoded greedily with the cache are equal.
     policy: the result's own record of how its gates began, such as "identity" or "transplant"; None without one.
+    quantiser: what the result's weights are quantised by, such as "torchao"; None if they are not.
     ids: where the token ids came from. ids_equal: the result's tokenizer gives the source's ids; None when the source
         has no tokenizer.
     tokens: token positions compared.
@@ -73,6 +76,7 @@ class VerifyReport:
     greedy_equal: bool
     layers: tuple[LayerDifference, ...]
     policy: str | None = None
+    quantiser: str | None = None
 
     def passes(self, tolerance: float | None = None) -> bool:
         """
@@ -123,17 +127,42 @@ def _token_ids(source: Loadable, result: Loadable, text: str, tokens: int, batch
         raise ValueError("The text gives no tokens: use a longer text.")
     if max(stream) >= vocabulary:
         raise ValueError(f"{source}: its tokenizer gives id {max(stream)}, but the model has {vocabulary} embeddings.")
+    if source.checkpoint.gguf_file and llama_cpp.is_installed():
+        origin, equal = _ask_llama_cpp(source, result, text, origin, equal)
     repeated = stream * math.ceil(batch * tokens / len(stream))
     return TokenIds(torch.tensor(repeated[: batch * tokens]).view(batch, tokens), origin, equal)
 
 
-def _encode(source: Loadable, result: Loadable, text: str) -> tuple[list[int], str, bool]:
+def _ask_llama_cpp(
+    source: Loadable, result: Loadable, text: str, origin: str, equal: bool | None
+) -> tuple[str, bool | None]:
+    """Origin and agreement, now also with the ids that llama.cpp gives to `text` and the probes."""
+    path = source.checkpoint.folder / source.checkpoint.gguf_file
+    texts = [text, *PROBES]
+    question = {"model": str(path), "texts": texts, "prompts": [], "context": 64, "threads": torch.get_num_threads()}
+    try:
+        reply = llama_cpp.ask(question)
+    except ValueError:
+        return f"{origin}, not compared with llama.cpp, which does not run this file", equal
+    tokenizer = (result if result.has_tokenizer else source).load_tokenizer()
+    for each, ids in zip(texts, reply["ids"], strict=True):
+        if tokenizer(each)["input_ids"] != ids:
+            return f"{origin}, and llama.cpp gives other ids for {each[:40]!r}", False
+    return f"{origin}, and llama.cpp's", True if equal is None else equal
+
+
+def _encode(source: Loadable, result: Loadable, text: str) -> tuple[list[int], str, bool | None]:
     """
     Ids with the special tokens that the source's tokenizer adds, where they are from, and whether the result agrees.
 
     For some model types the library's tokenizer class overrules tokenizer.json; a result that keeps to the file is
     right, as long as it puts the same special tokens around a text as one of the two.
     """
+    if result.has_tokenizer and (reason := source.guessed_tokenizer):
+        tokenizer = result.load_tokenizer()
+        check_against_file(tokenizer, f"The tokenizer of {result}", source.checkpoint)
+        origin = f"the result's tokenizer, which has the tokens of {source}, whose own cannot be rebuilt: {reason}"
+        return tokenizer(text)["input_ids"], origin, None
     own = source.load_tokenizer()
     stream = own(text)["input_ids"]
     if not result.has_tokenizer:
@@ -176,7 +205,8 @@ def verify_dtypes(
     """
     `verify` in several dtypes, each once. One model is in memory at a time.
 
-    A quantised `.gguf` is de-quantised in the dtype in which it runs.
+    A quantised `.gguf` is de-quantised in the dtype in which it runs; other quantised weights are those of their
+    quantiser, which Transformers runs.
 
     Args:
         source: Hub id, folder or `.gguf` file.
@@ -195,7 +225,7 @@ def verify_dtypes(
         raise ValueError(f"dtype={unknown.pop()!r}: choose {', '.join(map(repr, DTYPES))} or 'file'.")
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens={tokens} and batch={batch} must be at least 1.")
-    source, result = Loadable.open(source, revision), Loadable.open(result)
+    source, result = Loadable.open(source, revision, quantised=True), Loadable.open(result, quantised=True)
     if text is not None and not source.has_tokenizer:
         raise ValueError(f"{source} has no tokenizer, so the text cannot be used: leave it out for random ids.")
     tell = progress or (lambda line: None)
@@ -233,6 +263,7 @@ def _compare(
         greedy_equal=torch.equal(greedy, other_greedy),
         layers=tuple(differences),
         policy=(getattr(result.config, "gate_retrofit", None) or {}).get("policy"),
+        quantiser=result.checkpoint.quantiser,
     )
 
 

@@ -14,6 +14,7 @@ TOKEN_CLASSES = ("first", "delimiter", "other")
 # The last linear map of an MLP, by the names that decoders in Transformers give it.
 MLP_OUTPUTS = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "wo", "w2")
 DELIMITERS = (".", ",", ";", ":", "!", "?", "\n", "\n\n", " .", " ,", "。", "，", "；", "、")
+UNITS = 256  # whose columns are in memory at a time
 MEDIAN_SAMPLE = 2**20  # values per forward pass and layer that a median is taken over
 
 
@@ -197,15 +198,17 @@ class Activations(Probe):
         for layer, sums in self._units.items():
             if not sums.elsewhere_count:
                 continue
-            weight = self._maps[layer].weight.detach()  # [hidden, units]
-            dimension = weight.abs().argmax(dim=0)
-            contribution = sums.first * weight.gather(0, dimension[None])[0].double().cpu()
             mean = sums.elsewhere_sum / sums.elsewhere_count
             threshold = max(rule["contribution"], rule["over_median"] * self._outputs[layer].median)
-            spikes = (contribution.abs() > threshold) & (sums.first.abs() > rule["over_elsewhere"] * mean)
-            for unit in spikes.nonzero()[:, 0].tolist():
-                numbers = (sums.first, sums.elsewhere_max, mean, contribution)
-                found.append(SpikeWriter(layer, unit, *(n[unit].item() for n in numbers), dimension[unit].item()))
+            loud = (sums.first.abs() > rule["over_elsewhere"] * mean).nonzero()[:, 0]
+            for units in loud.split(UNITS):
+                columns = _columns(self._maps[layer], units, sums.like).double().cpu()  # [units, hidden]
+                dimension = columns.abs().argmax(dim=-1)
+                contribution = sums.first[units] * columns.gather(1, dimension[:, None])[:, 0]
+                for index in (contribution.abs() > threshold).nonzero()[:, 0].tolist():
+                    numbers = (n[units[index]].item() for n in (sums.first, sums.elsewhere_max, mean))
+                    writes = contribution[index].item(), dimension[index].item()
+                    found.append(SpikeWriter(layer, units[index].item(), *numbers, *writes))
         return sorted(found, key=lambda writer: -abs(writer.contribution))
 
 
@@ -253,9 +256,11 @@ class _UnitSums:
         self.elsewhere_max = torch.zeros(units, dtype=torch.float64)
         self.elsewhere_sum = torch.zeros(units, dtype=torch.float64)
         self.elsewhere_count = 0
+        self.like: torch.Tensor | None = None  # with the dtype and the device of the units
 
     def add(self, units: torch.Tensor, layout) -> None:
         """units [batch, seq, units]."""
+        self.like = units.new_empty(0)
         first = units[layout.first].double().cpu()  # [documents, units]
         if len(first):
             candidates = torch.cat([self.first[None], first])
@@ -280,6 +285,16 @@ def _steps(maxima: list[float]) -> tuple[int | None, int | None]:
     up = next(layer for layer, value in enumerate(maxima) if value >= half)
     down = next((layer for layer in range(up + 1, len(maxima)) if maxima[layer] < half), None)
     return up, down
+
+
+def _columns(linear: nn.Linear, units: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """
+    [units, hidden]: the columns of the map's matrix, each as what the map makes of its unit alone.
+
+    A quantised or offloaded map holds no matrix that could be read.
+    """
+    inputs = nn.functional.one_hot(units, linear.in_features).to(like)
+    return linear(inputs) - (0 if linear.bias is None else linear.bias)
 
 
 def _mlp_output(layer: nn.Module) -> nn.Linear | None:

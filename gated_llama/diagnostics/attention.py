@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from .probes import AttentionCall, Probe, attention_modules, listen_to_attention
+from .probes import AttentionCall, Probe, attention_modules, in_eval_mode, listen_to_attention
 from .visibility import Layout, Visibility
 
 
@@ -343,6 +343,7 @@ class _AttentionMaps(AttentionProbe):
         self.maps[call.layer] = (scores - log_sum_exp[..., None]).exp()[0].cpu()
 
 
+@in_eval_mode
 @torch.no_grad()
 def attention_maps(
     model: nn.Module, input_ids: torch.Tensor, layers: list[int] | None = None

@@ -24,7 +24,7 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1):
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ValueError("Pictures need matplotlib: pip install 'gated-llama[plot]'.") from error
+        raise ImportError("Pictures need matplotlib: pip install 'gated-llama[plot]'.") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 

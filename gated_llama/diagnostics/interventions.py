@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..override import gate_override, neutral_scores
 from .gates import GateScoresResult, gate_modules
 from .metrics import as_inputs, token_kl, token_nll
-from .probes import decoder_layers, decoder_of, named_arguments
+from .probes import decoder_layers, decoder_of, in_eval_mode, named_arguments
 from .visibility import sequence_layout
 
 
@@ -42,6 +43,7 @@ class InterventionOutcome:
         return asdict(self)
 
 
+@in_eval_mode
 @torch.no_grad()
 def measure_interventions(
     model: nn.Module, batches: Iterable, interventions: Mapping[str, Intervention]
@@ -182,7 +184,12 @@ def _replace_mask(decoder, args, kwargs, *, implementation: str, window: int, ke
 
 
 def quantisation_interventions(model: nn.Module) -> dict[str, Intervention]:
-    """Round-to-nearest W8A8 and 4-bit activations: how much outliers cost when numbers are rounded."""
+    """
+    Round-to-nearest W8A8 and 4-bit activations: how much outliers cost when numbers are rounded.
+
+    Raises ValueError as `quantised` does.
+    """
+    roundable(model)
     return {
         "W8A8": functools.partial(quantised, model, weight_bits=8, activation_bits=8),
         "A4 per token": functools.partial(quantised, model, activation_bits=4, per_token=True),
@@ -199,15 +206,9 @@ def quantised(
 
     x -> s round(x / s), s = max |x| / (2^(bits - 1) - 1): weights with one scale per output channel, inputs with one
     scale per tensor, or per token. Embeddings and the language-modelling head are left alone. Raises ValueError when
-    the stack has no floating-point `nn.Linear`.
+    the stack has no `nn.Linear`, or one whose weights are quantised already.
     """
-    linears = [
-        module
-        for module in decoder_layers(model).modules()
-        if isinstance(module, nn.Linear) and module.weight.is_floating_point()
-    ]
-    if not linears:
-        raise ValueError("The decoder has no floating-point nn.Linear to round: it is quantised, or built of others.")
+    linears = roundable(model)
 
     def round_input(module, args):
         states = args[0]
@@ -221,6 +222,19 @@ def quantised(
             if activation_bits is not None:
                 stack.callback(module.register_forward_pre_hook(round_input).remove)
         yield
+
+
+def roundable(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers of the decoder stack; ValueError when there is none, or when some are quantised already."""
+    linears = [module for module in decoder_layers(model).modules() if isinstance(module, nn.Linear)]
+    if not linears or not all(is_plain(module.weight) for module in linears):
+        raise ValueError("The decoder is quantised already, or has no nn.Linear that could be rounded.")
+    return linears
+
+
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether a weight is an ordinary matrix of 16 bits or more, and not what a quantiser made of it."""
+    return weight.is_floating_point() and weight.itemsize > 1 and not is_traceable_wrapper_subclass(weight)
 
 
 def rounded(states: torch.Tensor, bits: int, dims: int | None) -> torch.Tensor:

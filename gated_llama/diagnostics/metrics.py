@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from .probes import in_eval_mode
+
 
 SLICE = 256  # positions whose logits are in float32 at a time
 
@@ -55,6 +57,7 @@ def token_kl(reference: torch.Tensor, other: torch.Tensor, inputs: Mapping[str, 
     return total, int(real.sum())
 
 
+@in_eval_mode
 @torch.no_grad()
 def mean_nll(model: nn.Module, batches: Iterable) -> tuple[float, int]:
     """

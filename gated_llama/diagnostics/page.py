@@ -197,7 +197,7 @@ def write_report(report: "DiagnosisReport", folder: Path) -> dict[str, Any]:
     """
     Writes report.json, report.html and one PNG per picture into an existing folder; returns the JSON's content.
 
-    Raises ValueError when matplotlib is missing.
+    Raises ImportError when matplotlib is missing.
     """
     content = report.to_dict()
     pictures = {name: png(figure) for name, figure in figures(report).items()}

@@ -2,15 +2,17 @@
 
 A probe is a context manager. Inside it, every forward pass of the decoder adds to streaming sums; on leaving, also by
 an exception, every hook is gone and the interface is the library's own. Nothing that a probe does changes the model's
-output.
+output. The tap sees the modules it was given, whatever other models and threads do meanwhile.
 """
 
 import contextlib
 import functools
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +22,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from .visibility import Layout, sequence_layout
 
+
+Result = TypeVar("Result")
 
 DISPATCHER = "ALL_ATTENTION_FUNCTIONS"  # the global through which an attention's forward reaches the interface
 
@@ -46,6 +50,29 @@ def decoder_of(model: nn.Module) -> nn.Module:
     if not hasattr(model, "get_decoder"):
         raise ValueError(f"{type(model).__name__} is not a Transformers language model (it has no `get_decoder`).")
     return model.get_decoder()
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """`model.eval()` for the block; afterwards each module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def in_eval_mode(measure: Callable[..., Result]) -> Callable[..., Result]:
+    """A function of a model that measures it without dropout, whatever mode the model is in."""
+
+    @functools.wraps(measure)
+    def measure_in_eval_mode(model: nn.Module, *args, **kwargs) -> Result:
+        with eval_mode(model):
+            return measure(model, *args, **kwargs)
+
+    return measure_in_eval_mode
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
@@ -143,6 +170,7 @@ class _KernelLogSumExp(TorchDispatchMode):
 
 _library_interface = AttentionInterface.get_interface
 _listeners: dict[nn.Module, list[tuple[int, Callable[[AttentionCall], None]]]] = {}
+_changing = threading.Lock()  # held while listeners, or the thread of a pass, change
 
 
 def _tapped_interface(interface: AttentionInterface, name: str, default: Callable) -> Callable:
@@ -170,18 +198,20 @@ def _tapped_interface(interface: AttentionInterface, name: str, default: Callabl
 @contextlib.contextmanager
 def listen_to_attention(modules: dict[int, nn.Module], listener: Callable[[AttentionCall], None]) -> Iterator[None]:
     """Calls `listener` after each attention call of `modules`; afterwards the interface is the library's own."""
-    for layer, module in modules.items():
-        _listeners.setdefault(module, []).append((layer, listener))
-    AttentionInterface.get_interface = _tapped_interface
+    with _changing:
+        for layer, module in modules.items():
+            _listeners.setdefault(module, []).append((layer, listener))
+        AttentionInterface.get_interface = _tapped_interface
     try:
         yield
     finally:
-        for layer, module in modules.items():
-            _listeners[module].remove((layer, listener))
-            if not _listeners[module]:
-                del _listeners[module]
-        if not _listeners:
-            AttentionInterface.get_interface = _library_interface
+        with _changing:
+            for layer, module in modules.items():
+                _listeners[module].remove((layer, listener))
+                if not _listeners[module]:
+                    del _listeners[module]
+            if not _listeners:
+                AttentionInterface.get_interface = _library_interface
 
 
 class Probe:
@@ -190,7 +220,8 @@ class Probe:
 
     Counted are forward passes over whole sequences, that is with no cache or an empty one; passes that continue a
     cache (the decoding steps of `generate`) and the recomputation of activation checkpointing are not. `start()` and
-    `stop()` do the same as the context manager, for callbacks; entering again continues the sums.
+    `stop()` do the same as the context manager, for callbacks; entering again continues the sums. A forward pass that
+    another thread starts during one of this model is refused with a ValueError.
     """
 
     def __init__(self, model: nn.Module):
@@ -201,6 +232,7 @@ class Probe:
         self.tokens = self.documents = self.skipped_forwards = 0
         self.first_token_ids: Counter[int] = Counter()
         self._active: contextlib.ExitStack | None = None
+        self._thread: threading.Thread | None = None  # the one whose pass is being observed
 
     def __enter__(self):
         self.start()
@@ -228,7 +260,7 @@ class Probe:
         """Detaches the probe; its sums stay."""
         if self._active is not None:
             self._active.close()
-            self._active = self.layout = self.input_ids = None
+            self._active = self.layout = self.input_ids = self._thread = None
 
     def hooks(self) -> Iterable:
         """Handles of the hooks that a subclass registers on attaching."""
@@ -257,7 +289,18 @@ class Probe:
                 "past probes."
             )
 
+    def _take_turn(self) -> None:
+        with _changing:
+            own = threading.current_thread()
+            if self._thread not in (None, own) and self._thread.is_alive():
+                raise ValueError(
+                    f"Two threads run the model that a {type(self).__name__} observes: give each thread a copy of the "
+                    "model and a probe of its own, or let them take turns."
+                )
+            self._thread = own
+
     def _begin(self, decoder, args, kwargs):
+        self._take_turn()
         given = named_arguments(decoder, args, kwargs)
         cache = given.get("cache", given.get("past_key_values"))
         self.layout = None
@@ -276,6 +319,9 @@ class Probe:
         self.begin()
 
     def _end(self, decoder, args, output):
+        if self._thread is not threading.current_thread():  # a pass that was refused
+            return
+        self._thread = None
         layout, input_ids = self.layout, self.input_ids
         self.layout = self.input_ids = None
         if layout is None or output is None:  # not counted, or the pass failed

@@ -20,7 +20,7 @@ from .interventions import (
     quantisation_interventions,
     streaming_interventions,
 )
-from .probes import attention_modules
+from .probes import attention_modules, in_eval_mode
 from .states import FirstTokenStates, OutputSparsity
 
 
@@ -90,6 +90,7 @@ class DiagnosisReport:
         return {"schema_version": SCHEMA_VERSION, "gated_llama_version": __version__, **report}
 
 
+@in_eval_mode
 def diagnose(
     model: nn.Module,
     tokenizer,
@@ -225,7 +226,8 @@ def describe(model: nn.Module, name: str, modules: dict[int, nn.Module]) -> dict
         "layers": config.num_hidden_layers,
         "attention_layers": sorted(modules),
         "heads": config.num_attention_heads,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": model.num_parameters(),  # also of weights that are packed
+        "quantization": model.config.to_dict().get("quantization_config"),
     }
 
 

@@ -8,6 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard_data import eval_results_to_model_index
 from lm_eval.api.task import Task
 
+from ..hub import read_card, write_card
 from .documents import OPENING, openings
 
 
@@ -25,14 +26,14 @@ def add_results(folder: Path, results: dict[str, Any], tasks: dict[str, Task]) -
     """
     check_folder(folder)
     path = folder / CARD
-    card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else _new_card(folder)
+    card = ModelCard(read_card(path), ignore_metadata_errors=True) if path.is_file() else _new_card(folder)
     known = {_key(result): result for result in card.data.eval_results or []}
     known |= {_key(result): result for result in eval_results(results, tasks)}
     name = card.data.pop("model_name") or folder.resolve().name
     card.data.eval_results = None  # the library would merge tasks that share a data set
     card.data["model-index"] = [{"name": name, "results": list(_by_task(name, list(known.values())))}]
     partial = folder / f".{CARD}.partial"
-    card.save(partial)
+    write_card(partial, str(card))
     partial.replace(path)
     return path
 

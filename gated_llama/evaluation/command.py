@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.utils import handle_non_serializable, make_table, setup_logging
 
-from ..convert.tensor_files import one_line
+from ..convert.tensor_files import one_line, to_json
 from ..diagnostics.figures import new_figure
 from .card import add_results, check_folder
 from .compare import Comparison, compare
@@ -49,6 +49,7 @@ def evaluate_command(
 
     Raises:
         ValueError: a request that cannot be met; the message says what to do.
+        ImportError: a package that the request needs is not installed.
     """
     if model is not None and model.startswith("-"):
         raise ValueError(f"No model was named: give MODEL before all options, {model} among them.")
@@ -141,7 +142,7 @@ def _tables(results: dict[str, Any], with_config: bool) -> str:
 
 def _as_json(results: dict[str, Any]) -> str:
     shown = {key: value for key, value in results.items() if key != "samples"}
-    return json.dumps(shown, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    return to_json(shown, indent=2, default=handle_non_serializable)
 
 
 def _probe_line(report: dict[str, Any]) -> str:
@@ -166,7 +167,7 @@ def guarded(action: Callable[[], None]) -> int:
     """Exit code of a command: 0, 2 after a mistake of the user's that is told in one line, 130 when interrupted."""
     try:
         action()
-    except (ValueError, OSError, StrictDataclassError) as error:
+    except (ValueError, OSError, ImportError, StrictDataclassError) as error:
         sys.stderr.write(f"Error: {one_line(error)}\n")
         return 2
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """The model class `gated-llama` of lm-evaluation-harness: its `hf`, with the start of every request under control."""
 
+import copy
 import logging
 import math
 from collections import Counter
@@ -16,10 +17,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..convert.extend_context import context_length
 from ..convert.loading import plain_errors, refuse_lost_gates
+from ..convert.source_rotary import honour_attn_factor
+from ..diagnostics.probes import eval_mode
 from .probes import COLLECTORS, TaskProbes
 
 
@@ -28,6 +31,25 @@ logger = logging.getLogger(__name__)
 BOS_POLICIES = ("auto", "none", "always")
 ON_TRUNCATION = ("error", "count")
 
+# Options of `HFLM` that mean something beside a loaded model; all others say what to load and how.
+BESIDE_A_MODEL = (
+    "backend",
+    "tokenizer",
+    "truncation",
+    "logits_cache",
+    "max_length",
+    "softmax_dtype",
+    "mixed_precision_dtype",
+    "batch_size",
+    "max_batch_size",
+    "add_bos_token",
+    "prefix_token_id",
+    "think_end_token",
+    "enable_thinking",
+    "chat_template_args",
+)
+OF_A_NAMED_TOKENIZER = ("use_fast_tokenizer", "trust_remote_code")
+
 
 class TruncationError(ValueError):
     """A prompt is longer than the model's context allows."""
@@ -35,12 +57,17 @@ class TruncationError(ValueError):
 
 class WholeModel:
     """
+    AutoConfig,
     AutoModelForCausalLM, for checkpoints that have all weights and no gates besides: the library makes up what is not
     there, and leaves out what it has no place for.
     """
 
     @staticmethod
     def from_pretrained(name: str, **options) -> torch.nn.Module:
+        where = ("revision", "trust_remote_code", "gguf_file", "subfolder")
+        config = AutoConfig.from_pretrained(name, **{key: options[key] for key in where if key in options})
+        if "attn_factor" in (getattr(config, "rope_parameters", None) or {}):
+            options["config"] = honour_attn_factor(config)
         with plain_errors(name):
             model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
         refuse_lost_gates(name, info)
@@ -67,7 +94,8 @@ class GatedLlamaLM(HFLM):
     single task at any batch size.
 
     Args:
-        pretrained: Hub id, folder, .gguf file, or a loaded model (then with `tokenizer`).
+        pretrained: Hub id, folder, .gguf file, or a loaded model (then with `tokenizer`), which is measured as in
+            `eval()` and left as it is, the mode of each of its modules included, and so is a loaded tokenizer.
         bos: `"auto"`, what tokenizer and harness do; `"none"`, no beginning-of-sequence token anywhere (perplexity
             then starts at the second token, and per word or byte comes out lower for it); `"always"`, exactly one
             before every request; or a token of the vocabulary, which then is that one. An empty context still has
@@ -76,7 +104,8 @@ class GatedLlamaLM(HFLM):
         on_truncation: `"error"`, or `"count"`: cut as the harness does and report how many prompts were.
         options: as for `HFLM`.
 
-    Raises ValueError for options that are not valid, and for models without a language-model head.
+    Raises ValueError for options that are not valid, for models without a language-model head, and for options beside
+    a loaded model that only say how to load one.
     """
 
     def __init__(
@@ -93,10 +122,15 @@ class GatedLlamaLM(HFLM):
         if bos != "auto" and options.get("add_bos_token") is not None:
             raise ValueError(f"bos={bos!r} and add_bos_token={options['add_bos_token']} contradict: give one of them.")
         options.setdefault("backend", "causal")  # the harness knows only the types that Transformers ships
-        if isinstance(pretrained, str) and pretrained.endswith(".gguf"):
-            options["gguf_file"] = Path(pretrained).name
-            pretrained = str(Path(pretrained).parent)
-        super().__init__(pretrained, **options)
+        if isinstance(pretrained, torch.nn.Module):
+            options["tokenizer"] = tokenizer_beside(pretrained, options)
+            with eval_mode(pretrained):
+                super().__init__(pretrained, **options)
+        else:
+            if str(pretrained).endswith(".gguf"):
+                options["gguf_file"] = Path(pretrained).name
+                pretrained = Path(pretrained).parent
+            super().__init__(str(pretrained), **options)
         if hasattr(self, "accelerator") and self.world_size == 1:  # HFLM counts processes only where it sees GPUs
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         if self.model.get_output_embeddings() is None:
@@ -140,6 +174,12 @@ class GatedLlamaLM(HFLM):
         if self.AUTO_MODEL_CLASS is AutoModelForCausalLM:
             self.AUTO_MODEL_CLASS = WholeModel
         super()._create_model(*arguments, **options)
+
+    def _model_call(self, *arguments, **options) -> torch.Tensor:
+        logits = super()._model_call(*arguments, **options)
+        if logits.max().isnan():  # any one of them
+            raise ValueError(f"{type(self.model).__name__} gives nan as logits: look at its weights.")
+        return logits
 
     # Tokens of a request
 
@@ -216,7 +256,8 @@ class GatedLlamaLM(HFLM):
         answers = [None] * len(requests)
         for self.task, indices in groups.items():
             group = [requests[index] for index in indices]
-            with self.probes.on(self.task, len(group)) if self.probes else nullcontext():
+            measured = self.probes.on(self.task, len(group)) if self.probes else nullcontext()
+            with measured, eval_mode(self.model):  # a loaded model may go on being trained between evaluations
                 for index, answer in zip(indices, run(group, disable_tqdm=disable_tqdm), strict=True):
                     answers[index] = answer
         return answers
@@ -293,6 +334,12 @@ class GatedLlamaLM(HFLM):
         self._check_fit(
             [(len(context) + len(continuation), self.max_length + 1) for _, context, continuation in requests]
         )
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise TruncationError(
+                f"An answer of {self.task or 'these tasks'} has {longest} tokens and the context {self.max_length}: "
+                "it cannot be scored, however its prompt is cut. Extend the context (gated-llama extend-context)."
+            )
         if self.probes:
             self.probes.expect(
                 (context + continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in requests
@@ -342,6 +389,24 @@ class GatedLlamaLM(HFLM):
         if self.probes:
             info["probes"] = self.probes.report()
         return info
+
+
+def tokenizer_beside(model: torch.nn.Module, options: dict[str, Any]) -> Any:
+    """
+    The tokenizer for a loaded model: its name, or a copy of the one given, since the harness sets a padding token.
+
+    Raises ValueError where there is none, and for options that say how to load a model.
+    """
+    tokenizer = options.get("tokenizer") or getattr(model, "name_or_path", "")
+    if not tokenizer:
+        raise ValueError(f"This {type(model).__name__} was loaded from no folder: give tokenizer= beside it.")
+    meaningful = BESIDE_A_MODEL + (OF_A_NAMED_TOKENIZER if isinstance(tokenizer, str) else ())
+    if refused := sorted(name for name in options.keys() - meaningful if options[name] not in (None, False)):
+        raise ValueError(
+            f"{', '.join(refused)} beside a loaded model would change nothing: load the {type(model).__name__} that "
+            "way, or pass its Hub id or folder."
+        )
+    return tokenizer if isinstance(tokenizer, str) else copy.deepcopy(tokenizer)
 
 
 def probe_names(probes: str | Iterable[str] | None) -> list[str]:

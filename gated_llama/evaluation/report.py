@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..convert.tensor_files import to_json
 from .compare import Comparison
 from .pairing import ENOUGH, Row
 from .statistics import LEVEL, RESAMPLES
@@ -191,7 +192,7 @@ def write(comparisons: list[Comparison], folder: Path, samples: bool = False) ->
     written = [folder / "comparison.md"]
     written[0].write_text(to_markdown(comparisons), encoding="utf-8")
     for comparison, stem in zip(comparisons, _stems([comparison.bos for comparison in comparisons]), strict=True):
-        content = json.dumps(to_dict(comparison), indent=1, default=handle_non_serializable, ensure_ascii=False)
+        content = to_json(to_dict(comparison), indent=1, default=handle_non_serializable)
         (folder / f"{stem}.json").write_text(content + "\n", encoding="utf-8")
         draw(comparison, folder / f"{stem}.png")
         written += [folder / f"{stem}.json", folder / f"{stem}.png"]

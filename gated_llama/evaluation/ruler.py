@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..convert.extend_context import extend_context, find_folder
+from ..convert.tensor_files import to_json
 from .command import guarded
 from .compare import digests, require_same_ids
 from .harness import GatedLlamaLM, TruncationError
@@ -29,7 +30,6 @@ PAPER = {
 }
 
 MODELS = tuple(PAPER)
-SHORTEST, LEAST_ROOM = 1024, 896  # tokens; below, some of the generators never find a prompt that fits
 
 
 @dataclass
@@ -95,15 +95,10 @@ def run_ruler(
         progress: called with what is done and the result so far.
 
     Raises:
-        ValueError: a prompt would be truncated, the tokenizers differ, or a task is not known.
+        ValueError: no prompt fits a length, one would be truncated, the tokenizers differ, or a task is not known.
     """
-    if min(lengths) < SHORTEST:
-        raise ValueError(f"length {min(lengths)} is too short for RULER, whose prompts need about {SHORTEST} tokens.")
-    if not 0 <= reserve <= min(lengths) - LEAST_ROOM:
-        raise ValueError(
-            f"--reserve {reserve} must be between 0 and {min(lengths) - LEAST_ROOM} at length {min(lengths)}: RULER's "
-            f"prompts need about {LEAST_ROOM} tokens."
-        )
+    if not 0 <= reserve < min(lengths):
+        raise ValueError(f"--reserve {reserve} must be between 0 and the shortest length, {min(lengths)}.")
     for folder in models.values():
         find_folder(folder, None)
     tokenizer = models.get("gated") or next(iter(models.values()))
@@ -212,7 +207,7 @@ def to_dict(ruler: Ruler) -> dict[str, Any]:
 def write(ruler: Ruler, folder: Path) -> None:
     """ruler.json and ruler.md in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ruler.json").write_text(json.dumps(to_dict(ruler), indent=1) + "\n", encoding="utf-8")
+    (folder / "ruler.json").write_text(to_json(to_dict(ruler), indent=1) + "\n", encoding="utf-8")
     (folder / "ruler.md").write_text(to_markdown(ruler), encoding="utf-8")
 
 
@@ -251,7 +246,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m gated_llama.evaluation.ruler",
         description=__doc__,
-        epilog="All other flags are those of `lm_eval run`, such as --limit, --use_cache or --batch_size.",
+        epilog="All other flags are those of `lm_eval run`, such as --limit, --use_cache or --batch_size. Prompts are "
+        "made once and kept in the assets of the Hub's cache (HF_ASSETS_CACHE, or HF_HOME).",
         allow_abbrev=False,
     )
     parser.add_argument("--base", required=True, help="Folder of the ungated model.")

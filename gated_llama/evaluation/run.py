@@ -4,8 +4,8 @@ import argparse
 import contextlib
 import math
 import os
-import random
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval._cli.harness import HarnessCLI
 from lm_eval.api.group import Group
 from lm_eval.api.model import LM
@@ -24,6 +23,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.api.task import Task
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker, TrackioLogger, WandbLogger
+from lm_eval.loggers.utils import get_commit_from_path
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Kind
 from lm_eval.utils import simple_parse_args_string
@@ -31,6 +31,7 @@ from lm_eval.utils import simple_parse_args_string
 from ..convert.tensor_files import one_line
 from .cache import cache_name
 from .harness import GatedLlamaLM
+from .ruler_prompts import keep_prompts, seed_generators
 
 
 TASKS = Path(__file__).parent / "tasks"
@@ -118,7 +119,9 @@ def load(config: EvaluatorConfig, data_roots: Sequence[str | Path] = ()) -> Job:
         manager = config.process_tasks(metadata)
     except ValueError as error:
         raise ValueError(f"{one_line(error)}: `lm_eval ls tasks` lists the harness's, {TASKS} holds ours.") from error
-    _seed(config)  # synthetic tasks draw their documents from the global generators
+    seeds = (config.seed or [None, None])[:2]
+    keep_prompts(manager, seeds, None if config.samples else config.limit)
+    seed_generators(*seeds)  # other synthetic tasks draw their documents from the global generators
     selected = []
     with local_data(data_roots), contextlib.redirect_stdout(sys.stderr):  # generators of synthetic tasks talk
         for name in _without_tags(config.tasks, manager):
@@ -149,7 +152,7 @@ def _load_one(name: str | dict, manager: TaskManager, data_roots: Sequence) -> l
             f"{_advice(data_roots, _files(name, manager))}."
         ) from error
     except ImportError as error:
-        raise ValueError(f"{shown} needs a package that is not installed: {one_line(error)}") from error
+        raise ImportError(f"{shown} needs a package that is not installed: {one_line(error)}") from error
     except ValueError as error:
         if "BuilderConfig" not in str(error):  # of `datasets`: the configuration is not among the files
             raise
@@ -187,14 +190,6 @@ def _blame_part(name: str | dict, manager: TaskManager, data_roots: Sequence) ->
 def _absolute(value: Any) -> Any:
     """A path that tasks are given (RULER's tokenizer) still leads there when the working directory has changed."""
     return str(Path(value).absolute()) if isinstance(value, str) and Path(value).exists() else value
-
-
-def _seed(config: EvaluatorConfig) -> None:
-    random_seed, numpy_seed = (config.seed or [None, None])[:2]
-    if random_seed is not None:
-        random.seed(random_seed)
-    if numpy_seed is not None:
-        np.random.seed(numpy_seed)
 
 
 @contextlib.contextmanager
@@ -240,6 +235,25 @@ def build_model(config: EvaluatorConfig, model_args: dict[str, Any] | None = Non
         ) from error
 
 
+def commit() -> str | None:
+    """As the harness's `get_git_commit_hash`, without git's complaint on the terminal where there is no repository."""
+    with contextlib.suppress(OSError):
+        asked = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=False)
+        if asked.returncode == 0:
+            return asked.stdout.strip()
+    return get_commit_from_path(os.getcwd())
+
+
+@contextlib.contextmanager
+def quiet_git() -> Iterator[None]:
+    """Within it, the harness learns the commit of the working directory from `commit`."""
+    loud, evaluator.get_git_commit_hash = evaluator.get_git_commit_hash, commit
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = loud
+
+
 def evaluate(job: Job, model: LM, tracker: EvaluationTracker | None = None) -> dict[str, Any] | None:
     """
     The harness's results (`results`, `samples`, `config` ...) of a model on a job; None on processes but the first.
@@ -250,38 +264,39 @@ def evaluate(job: Job, model: LM, tracker: EvaluationTracker | None = None) -> d
     """
     config = job.config
     ours = isinstance(model, GatedLlamaLM)
-    results = simple_evaluate(
-        model=model,
-        model_args=config.model_args,
-        tasks=list(job.selected),
-        task_manager=job.manager,
-        num_fewshot=config.num_fewshot,
-        batch_size=config.batch_size,
-        max_batch_size=config.max_batch_size,
-        device=config.device,
-        use_cache=cache_name(config.use_cache, model) if config.use_cache and ours else config.use_cache,
-        cache_requests=config.cache_requests.get("cache_requests", False),
-        rewrite_requests_cache=config.cache_requests.get("rewrite_requests_cache", False),
-        delete_requests_cache=config.cache_requests.get("delete_requests_cache", False),
-        limit=config.limit,
-        samples=config.samples,
-        check_integrity=config.check_integrity,
-        write_out=config.write_out,
-        log_samples=True,
-        evaluation_tracker=tracker,
-        system_instruction=config.system_instruction,
-        apply_chat_template=config.apply_chat_template,
-        fewshot_as_multiturn=config.fewshot_as_multiturn,
-        gen_kwargs=config.gen_kwargs,
-        verbosity=config.verbosity,
-        predict_only=config.predict_only,
-        random_seed=config.seed[0] if config.seed else None,
-        numpy_random_seed=config.seed[1] if config.seed else None,
-        torch_random_seed=config.seed[2] if config.seed else None,
-        fewshot_random_seed=config.seed[3] if config.seed else None,
-        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
-        metadata=config.metadata,
-    )
+    with quiet_git():
+        results = simple_evaluate(
+            model=model,
+            model_args=config.model_args,
+            tasks=list(job.selected),
+            task_manager=job.manager,
+            num_fewshot=config.num_fewshot,
+            batch_size=config.batch_size,
+            max_batch_size=config.max_batch_size,
+            device=config.device,
+            use_cache=cache_name(config.use_cache, model) if config.use_cache and ours else config.use_cache,
+            cache_requests=config.cache_requests.get("cache_requests", False),
+            rewrite_requests_cache=config.cache_requests.get("rewrite_requests_cache", False),
+            delete_requests_cache=config.cache_requests.get("delete_requests_cache", False),
+            limit=config.limit,
+            samples=config.samples,
+            check_integrity=config.check_integrity,
+            write_out=config.write_out,
+            log_samples=True,
+            evaluation_tracker=tracker,
+            system_instruction=config.system_instruction,
+            apply_chat_template=config.apply_chat_template,
+            fewshot_as_multiturn=config.fewshot_as_multiturn,
+            gen_kwargs=config.gen_kwargs,
+            verbosity=config.verbosity,
+            predict_only=config.predict_only,
+            random_seed=config.seed[0] if config.seed else None,
+            numpy_random_seed=config.seed[1] if config.seed else None,
+            torch_random_seed=config.seed[2] if config.seed else None,
+            fewshot_random_seed=config.seed[3] if config.seed else None,
+            confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+            metadata=config.metadata,
+        )
     truncated = model.count_truncated(job.tasks) if ours else {}  # of all processes, so on each of them
     if results is not None:
         results["config"]["model"] = config.model

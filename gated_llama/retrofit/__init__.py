@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from .adapter_conversion import AdapterConversion, convert_adapter
     from .adapters import GateAdapter, MergedGates, gate_adapter_config
     from .data import mix_rows
     from .deliver import transplant_checkpoint
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .training import TrainingReport, train
 
 _HOME = {
+    "adapter_conversion": ("AdapterConversion", "convert_adapter"),
     "adapters": ("GateAdapter", "MergedGates", "gate_adapter_config"),
     "data": ("mix_rows",),
     "deliver": ("transplant_checkpoint",),
@@ -34,6 +36,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AdapterConversion",
     "GateAdapter",
     "MergedGates",
     "RetrofitTrainer",
@@ -41,6 +44,7 @@ __all__ = [
     "SinkReport",
     "TrainingReport",
     "TransplantReport",
+    "convert_adapter",
     "gate_adapter_config",
     "measure_sink",
     "mix_rows",

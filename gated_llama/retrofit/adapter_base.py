@@ -94,10 +94,18 @@ def check_start(weights: Weights) -> None:
             f"{weights.name} is no base for a gate adapter: its policy is {record.get('policy')!r}, and the base is "
             "what `gated-llama convert --policy identity` writes."
         )
-    for name in gates:
-        start = 0.0 if name.endswith(".weight") else record.get("bias") or 0.0
-        if (weights.read(name).float() - start).abs().max() > ROUNDING * abs(start):
-            raise ValueError(f"{weights.name} is no base for a gate adapter: {name} has moved from its start {start}.")
+    if name := moved_gate(weights):
+        raise ValueError(f"{weights.name} is no base for a gate adapter: {name} has moved from its start.")
+
+
+def moved_gate(weights: Weights) -> str | None:
+    """The first gate tensor that is not where the recorded policy put it; None where all are."""
+    bias = (weights.config.gate_retrofit or {}).get("bias") or 0.0
+    for name in filter(GATE_TENSOR.search, weights.shapes):
+        start = 0.0 if name.endswith(".weight") else bias
+        if not (weights.read(name).float() - start).abs().max() <= ROUNDING * abs(start):  # not finite: moved, too
+            return name
+    return None
 
 
 def fields_of(config: GatedLlamaConfig) -> dict[str, Any]:

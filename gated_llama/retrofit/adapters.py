@@ -1,6 +1,5 @@
 """Adapters: LoRA beside fully trained gates, and gates alone that go on the checkpoint they were trained from."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -15,7 +14,7 @@ from torch import nn
 from ..configuration_gated import GatedLlamaConfig
 from ..convert.checkpoint import GATE_TENSOR
 from ..convert.output_folder import building, check_output
-from ..convert.tensor_files import one_line, read_json
+from ..convert.tensor_files import check_finite, one_line, read_json, write_json
 from .adapter_base import (
     CARRIED_FIELDS,
     check_base,
@@ -131,12 +130,18 @@ class GateAdapter:
         column_scales: name of a matrix -> factor c of each of its columns [in_features], at strength 1.
         config: the config fields that differ, at strength 1.
         base: what the base is: its name and architecture, and what `adapter_base.describe` says of it.
+
+    Raises ValueError for a tensor with values that are not finite.
     """
 
     tensors: dict[str, torch.Tensor]
     column_scales: dict[str, torch.Tensor]
     config: dict[str, Any]
     base: dict[str, Any]
+
+    def __post_init__(self):
+        for name, tensor in (*self.tensors.items(), *self.column_scales.items()):
+            check_finite(name, tensor, "the adapter")
 
     @classmethod
     def extract(
@@ -158,18 +163,19 @@ class GateAdapter:
             base_name: the name under which others find the base, for instance its Hub id.
 
         Raises:
-            ValueError: the base is not an identity retrofit, the two are different decoders, or matrices differ that
-                the adapter would lose.
+            ValueError: the base is not an identity retrofit, the two are different decoders, matrices differ that
+                the adapter would lose, or the trained model holds nan or infinities.
         """
         if hasattr(trained, "peft_config"):
             raise ValueError("The trained model carries an adapter of PEFT: merge_and_unload() it first.")
         before, after = open_weights(base), open_weights(trained)
         check_start(before)
-        check_fields(before.config, fields_of(after.config), f"{after.name} has")
+        check_fields(before.config, fields_of(after.config), "The trained model has")
         tensors, scales = {}, {}
         lost = sorted(set(before.shapes) - set(after.shapes))
         for name, shape in after.shapes.items():
             value = after.read(name)
+            check_finite(name, value, "the trained model")
             added_bias = name not in before.shapes and name.endswith(".bias")
             start = before.read(name) if before.shapes.get(name) == shape else None
             if GATE_TENSOR.search(name) or added_bias:
@@ -186,9 +192,9 @@ class GateAdapter:
                 lost.append(name)
         if lost:
             raise ValueError(
-                f"{after.name} differs from {before.name} in {len(lost)} tensors that are neither gates nor vectors, "
-                f"the first {lost[0]!r}, which an adapter of gates would lose: pass matrices=True, keep the whole "
-                "model, or train with gate_adapter_config."
+                f"The trained model differs from its base {before.name} in {len(lost)} tensors that are neither gates "
+                f"nor vectors, the first {lost[0]!r}, which an adapter of gates would lose: pass matrices=True, keep "
+                "the whole model, or train with gate_adapter_config."
             )
         changes = {field: getattr(after.config, field) for field in CARRIED_FIELDS}
         changes = {field: value for field, value in changes.items() if value != getattr(before.config, field)}
@@ -228,9 +234,9 @@ class GateAdapter:
         weights |= {_scale_key(name): tensor for name, tensor in self.column_scales.items()}
         with building(output, self.nbytes) as target:
             save_file(weights, target / WEIGHTS_FILE, metadata={"format": "pt"})
-            _write_json(target / RECORD_FILE, record)
+            write_json(target / RECORD_FILE, record)
             if self.fits_peft:
-                _write_json(target / PEFT_FILE, _peft_fields(self.base))
+                write_json(target / PEFT_FILE, _peft_fields(self.base))
         return output
 
     @classmethod
@@ -320,17 +326,26 @@ class MergedGates:
         if value == 0:
             self.unmerge()
             return
-        for name, end in self.adapter.tensors.items():
-            start = self._base[name]
-            _put(self.model, name, _between(self._absent_bias(name) if start is None else start, end, value))
-        for name, scale in self.adapter.column_scales.items():
-            start = self._base[name]
-            _put(self.model, name, _scaled(start, _between(torch.ones_like(scale), scale, value), start.dtype))
+        for name, tensor in self._at(value).items():
+            _put(self.model, name, tensor)
         for field, setting in self.adapter.config.items():
             setattr(self.model.config, field, setting)
         if value < 1:
             self.model.config.gate_retrofit = self._partial_record(value)
         self._strength = float(value)
+
+    def _at(self, strength: float) -> dict[str, torch.Tensor]:
+        """The parameters at a strength; ValueError for what the dtype of the base cannot hold."""
+        tensors = {}
+        for name, end in self.adapter.tensors.items():
+            start = self._base[name]
+            tensors[name] = _between(self._absent_bias(name) if start is None else start, end, strength)
+        for name, scale in self.adapter.column_scales.items():
+            start = self._base[name]
+            tensors[name] = _scaled(start, _between(torch.ones_like(scale), scale, strength), start.dtype)
+        for name, tensor in tensors.items():
+            check_finite(name, tensor, f"the merged model in {tensor.dtype}")
+        return tensors
 
     def unmerge(self) -> None:
         """Puts the base back, bit for bit; the same as strength 0."""
@@ -363,7 +378,7 @@ def _check_record(record: dict, weights: dict, tensors: dict, scales: dict) -> N
     named = len(tensors) + len(scales)
     if len(weights) != named:
         raise TypeError(f"{WEIGHTS_FILE} holds {len(weights)} tensors, {RECORD_FILE} names {named}")
-    if broken := [name for name, tensor in weights.items() if not tensor.is_floating_point() or tensor.isnan().any()]:
+    if broken := [name for name, tensor in weights.items() if not tensor.is_floating_point()]:
         raise TypeError(f"{broken[0]} holds no numbers")
 
 
@@ -432,7 +447,3 @@ def _peft_fields(base: dict[str, Any]) -> dict[str, Any]:
         "target_modules": ["g_proj"],
         "inference_mode": True,
     }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

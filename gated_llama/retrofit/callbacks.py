@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..diagnostics import Activations, FirstTokenAttention, GateScores, decoder_of
 from ..diagnostics.gates import gate_modules
+from ..diagnostics.probes import eval_mode
 from .losses import plain_name
 from .settings import Settings, in_steps
 from .trainer import RetrofitTrainer, diverged, matches, trains
@@ -178,13 +179,10 @@ class Watch(TrainerCallback):
             module.attn_gate.register_forward_hook(lambda _, args, output: kept.append(output[1].float().clone()))
             for _, module in sorted(gate_modules(model)[1].items())
         ]
-        training = model.training
         try:
-            model.eval()
-            with self.trainer.accelerator.autocast():
+            with eval_mode(model), self.trainer.accelerator.autocast():
                 decoder_of(model)(input_ids=self.ids.to(self.trainer.args.device), use_cache=False)
         finally:
-            model.train(training)
             for handle in handles:
                 handle.remove()
         return kept

@@ -1,6 +1,5 @@
 """A transplant from checkpoint to checkpoint: calibration, measurement on held-out text, files."""
 
-import json
 import shutil
 import tempfile
 import time
@@ -14,7 +13,7 @@ from torch import nn
 from ..convert import convert_checkpoint
 from ..convert.loading import Loadable
 from ..convert.output_folder import building, check_output, check_writable
-from ..convert.tensor_files import plan_shards, read_json
+from ..convert.tensor_files import check_finite, is_finite, plan_shards, read_json, to_json, write_json
 from ..convert.tokenizer import GENERATION_CONFIG, carry_files, load_tokenizer
 from ..diagnostics import Activations, FirstTokenAttention
 from ..diagnostics.corpus import read_texts, with_first
@@ -106,8 +105,9 @@ def _round(gated: nn.Module, dtype: str) -> None:
     Not with `to`, which would round rotary frequencies too, and these are not in the file.
     """
     for name, parameter in gated.named_parameters():
+        check_finite(name, parameter.data, "the transplant")
         parameter.data = parameter.data.to(getattr(torch, dtype)).float()
-        if not parameter.isfinite().all():
+        if not is_finite(parameter.data):
             raise ValueError(f"{name!r} passes the largest {dtype}: write bfloat16 or float32.")
 
 
@@ -187,7 +187,7 @@ def sink_measures(model: nn.Module, rows: torch.Tensor, first: int | None) -> di
 
 
 def _write_report(folder: Path, report: TransplantReport, origin: dict) -> None:
-    text = json.dumps({**origin, **report.to_dict()}, indent=1, ensure_ascii=False)
+    text = to_json({**origin, **report.to_dict()}, indent=1)
     (folder / REPORT).write_text(f"{text}\n", encoding="utf-8")
 
 
@@ -213,5 +213,5 @@ def _write(gated: nn.Module, plain: Path, folder: Path, first: int, max_shard_si
         settings = read_json(kept)
         if settings.get("bos_token_id") == first:
             del settings["bos_token_id"]
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_json(path, settings)
     return dropped

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..diagnostics.corpus import with_first
 from ..diagnostics.metrics import token_kl, token_nll
+from ..diagnostics.probes import eval_mode
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,15 @@ def fidelity(
     there is no row of two tokens.
     """
     kl = nll = source_nll = tokens = predicted = 0
-    for row in rows:
-        inputs = {"input_ids": row[None].to(source.device)}
-        reference = logits_of(source, row, source_first)
-        logits = logits_of(model, row, model_first)
-        kl += token_kl(reference, logits, inputs)[0]
-        loss, count = token_nll(logits, inputs)
-        nll, source_nll = nll + loss, source_nll + token_nll(reference, inputs)[0]
-        tokens, predicted = tokens + len(row), predicted + count
+    with eval_mode(model), eval_mode(source):
+        for row in rows:
+            inputs = {"input_ids": row[None].to(source.device)}
+            reference = logits_of(source, row, source_first)
+            logits = logits_of(model, row, model_first)
+            kl += token_kl(reference, logits, inputs)[0]
+            loss, count = token_nll(logits, inputs)
+            nll, source_nll = nll + loss, source_nll + token_nll(reference, inputs)[0]
+            tokens, predicted = tokens + len(row), predicted + count
     if not predicted:
         raise ValueError(f"{name}: there is no row of two tokens to compare the models on.")
     ratio = math.exp((nll - source_nll) / predicted)

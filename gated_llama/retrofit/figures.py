@@ -14,7 +14,7 @@ def before_and_after(measures: dict[str, dict]) -> "Figure":
     """
     First-token attention and the largest activation by layer, a line for each model.
 
-    measures: name -> what `deliver.sink_measures` returned. Raises ValueError without matplotlib.
+    measures: name -> what `deliver.sink_measures` returned. Raises ImportError without matplotlib.
     """
     figure, (attention, activation) = new_figure(9, 3, 1, 2)
     for (name, measured), style in zip(measures.items(), chain(STYLES, repeat({})), strict=False):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..diagnostics import attention_modules
-from ..modeling_gated import rotate
+from ..parts_gated import rotate
 from .settings import Loss
 
 

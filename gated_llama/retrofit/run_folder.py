@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..convert.loading import Loadable
-from ..convert.tensor_files import one_line
+from ..convert.tensor_files import one_line, to_json
 from .data import text_digest
 from .settings import Settings
 from .targets import unfinished
@@ -164,6 +164,7 @@ def last_checkpoint(output: Path) -> str | None:
 
 
 def write_json(path: Path, content: dict) -> None:
+    text = to_json(content, indent=1, ensure_ascii=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    partial.write_text(json.dumps(content, indent=1))
+    partial.write_text(text)
     partial.replace(path)

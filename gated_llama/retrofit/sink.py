@@ -8,6 +8,7 @@ from torch import nn
 
 from ..diagnostics import Activations, FirstTokenAttention, FirstTokenStates, SpikeWriter
 from ..diagnostics.corpus import with_first
+from ..diagnostics.probes import in_eval_mode
 
 
 # Heads that give the first token less than this on average have no sink to take over.
@@ -53,6 +54,7 @@ class SinkReport:
         return sum(head.obstacle is None for layer in self.heads for head in layer)
 
 
+@in_eval_mode
 @torch.no_grad()
 def measure_sink(model: nn.Module, rows: Iterable[torch.Tensor], first: int, first_token: str) -> SinkReport:
     """

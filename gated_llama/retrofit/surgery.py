@@ -22,6 +22,7 @@ from .. import __version__
 from ..configuration_gated import GatedLlamaConfig
 from ..convert import convert_checkpoint
 from ..convert.checkpoint import build_config
+from ..diagnostics.probes import eval_mode
 from ..modeling_gated import GatedLlamaForCausalLM
 from .calibration import calibration_rows, scratch, sink_token
 from .sink import SMALLEST_ATTENTION, SinkReport, measure_sink
@@ -136,7 +137,7 @@ def transplant_rows(
     """
     options = options or WalkOptions()
     _check(source, rows, first)
-    with attention_by("sdpa", source):
+    with attention_by("sdpa", source), eval_mode(source):
         return _transplant(source, rows, first, first_token, granularity, options, progress)
 
 

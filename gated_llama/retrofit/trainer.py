@@ -9,7 +9,7 @@ from accelerate import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..convert.tensor_files import one_line
+from ..convert.tensor_files import is_finite, one_line
 from ..convert.tokenizer import copy_files
 from ..diagnostics.corpus import with_first
 from .data import Rows, draw
@@ -202,6 +202,9 @@ class RetrofitTrainer(Trainer):
 
     def _save(self, output_dir=None, state_dict=None):
         output_dir = output_dir or self.args.output_dir
+        weights = state_dict if state_dict is not None else self.accelerator.unwrap_model(self.model).state_dict()
+        if broken := next((name for name, weight in weights.items() if not is_finite(weight.detach())), None):
+            raise diverged(f"{broken} holds values that are not finite", self.state.global_step)
         if self.is_fsdp_enabled and self.args.should_save:
             self._save_gathered(output_dir, state_dict)
         else:
@@ -249,11 +252,12 @@ def frozen(source: nn.Module, args: TrainingArguments) -> nn.Module:
     """
     The source in eval mode on the arguments' device.
 
-    Under bf16 autocast its linear maps are kept in bfloat16: what autocast makes of them at each call, bit for bit.
+    Under bf16 autocast its linear maps are kept in bfloat16: what autocast makes of them at each call, bit for bit. It
+    does not reach gates in float32.
     """
     source = source.eval().to(args.device)
     for module in source.modules():
-        if args.bf16 and isinstance(module, nn.Linear):
+        if args.bf16 and isinstance(module, nn.Linear) and not getattr(module, "in_fp32", False):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 # A tied embedding stays as it is: autocast does not reach it.
                 setattr(module, name, nn.Parameter(parameter.detach().bfloat16(), requires_grad=False))

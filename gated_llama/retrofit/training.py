@@ -20,6 +20,7 @@ from ..convert.loading import Loadable
 from ..convert.output_folder import building
 from ..convert.tensor_files import one_line
 from ..diagnostics.corpus import first_token, read_documents, with_first
+from ..hub import read_card, write_card
 from .callbacks import Clock, Interruption, Told, Watch
 from .data import Rows, mix_rows, same_tokens, token_stream
 from .losses import plain_name
@@ -314,7 +315,7 @@ def finish(trainer: RetrofitTrainer, output: Path) -> TrainingReport:
         trainer.save_model(str(folder))
         (folder / "training_args.bin").unlink(missing_ok=True)
         card = Path(trainer.files) / "README.md"
-        text = card.read_text(encoding="utf-8") if card.is_file() else f"# {output.name}\n"
+        text = read_card(card) if card.is_file() else f"# {output.name}\n"
         text = text.replace(f"# {card.parent.name}\n", f"# {output.name}\n", 1).replace(
             f'from_pretrained("{card.parent.name}"', f'from_pretrained("{output.name}"'
         )
@@ -322,7 +323,7 @@ def finish(trainer: RetrofitTrainer, output: Path) -> TrainingReport:
         section = CARD.format(
             steps=training["steps"], tokens=training["tokens"], version=__version__, losses=losses, seed=settings.seed
         )
-        (folder / "README.md").write_text(text + section, encoding="utf-8")
+        write_card(folder / "README.md", text + section)
     found = report(trainer, output, complete=True)
     if not settings.keep_checkpoints:
         for path in checkpoints(output).values():
