@@ -93,7 +93,7 @@ def loss_and_slope(
     energy = problem.energy.sum()
     total = ((scores * (reached - 2 * problem.moment)).sum() + energy) / energy
     slope = 2 / energy * (reached - problem.moment) * free * (1 - free)
-    if likeness:
+    if likeness and fitted.any():
         entropy = nn.functional.binary_cross_entropy_with_logits
         total = total + likeness * entropy(logits[:, fitted], problem.survivors[:, fitted])
         slope = slope + likeness / logits[:, fitted].numel() * (free - problem.survivors)
