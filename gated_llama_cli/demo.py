@@ -26,15 +26,18 @@ if TYPE_CHECKING:
     from gated_llama.retrofit import TransplantReport
 
 
-QUESTION = "Why is the sky blue? Answer in one sentence."
+QUESTIONS = ("What is the capital of France?", "Why is the sky blue? Answer in one sentence.")
 NEW_TOKENS = 40
 MARKER = "demo.json"
 OURS = GATED, SAVED_AGAIN, TRANSPLANTED = "gated", "saved-again", "transplanted"
 UNFINISHED = ".unfinished"
 PICTURE = "sink.png"
 
-# Of the built-in text: eight rows to fit on, and what is left of it to measure on.
-TRANSPLANT = {"tokens": 4088, "context": 511}
+# Half of the rows from the built-in text, half from conversations, and what is left of both to measure on. More would
+# be better and takes longer.
+TRANSPLANT = {"tokens": 8176, "context": 511}
+# Questions of many kinds and what SmolLM2-135M-Instruct answered (temperature 0.3, at most 160 tokens).
+CONVERSATIONS = Path(__file__).with_name("conversations.jsonl")
 FIRST_TOKEN = "<|endoftext|>"  # what SmolLM2 and Qwen saw between documents; others have a token of their own
 
 
@@ -90,7 +93,8 @@ class Run:
     folder: Path
     chosen: bool  # by the user, so that some steps may not apply
     steps: list[Step] = field(default_factory=list)
-    answer: str = ""
+    answers: list[str] = field(default_factory=list)  # of the source, and of the gated model
+    answers_after: list[str] = field(default_factory=list)  # of the transplanted model
     report: "TransplantReport | None" = None
     say: Callable[[str], None] = lambda line: None
 
@@ -181,30 +185,36 @@ def generate(run: Run) -> Outcome:
 
     result = Loadable.open(run.gated)
     tokenizer = result.load_tokenizer() if result.has_tokenizer else None
-    prompt = prompt_ids(tokenizer)
-    answers = []
-    for loadable in (run.source, result):
-        run.say(str(loadable))
-        ids = loadable.load_model("float32").generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
-        answers.append(ids[0, prompt.shape[1] :].tolist())
-    if answers[0] != answers[1]:
-        return Outcome(False, f"source: {answers[0]}, result: {answers[1]}")
-    run.answer = tokenizer.decode(answers[0], skip_special_tokens=True).strip() if tokenizer else ""
-    return Outcome(True, f"the same {len(answers[0])} greedy tokens from both")
+    prompts = prompts_of(tokenizer)
+    run.say(str(run.source))
+    answers = continuations(run.source.load_model("float32"), prompts)
+    run.say(str(result))
+    others = continuations(result.load_model("float32"), prompts)
+    if answers != others:
+        return Outcome(False, f"source: {answers}, result: {others}")
+    if tokenizer:
+        run.answers = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in answers]
+    return Outcome(True, f"the same {sum(map(len, answers))} greedy tokens from both")
 
 
-def prompt_ids(tokenizer):
-    """The question in the model's chat format if it has one, [1, tokens]; four ids for a model without tokenizer."""
+def continuations(model, prompts: list) -> list[list[int]]:
+    """Greedy ids after each prompt [1, tokens]."""
+    return [
+        model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist() for ids in prompts
+    ]
+
+
+def prompts_of(tokenizer) -> list:
+    """The questions in the model's chat format if it has one, each [1, tokens]; four ids without a tokenizer."""
     import torch
 
     if tokenizer is None:
-        return torch.tensor([[1, 2, 3, 4]])
+        return [torch.tensor([[1, 2, 3, 4]])]
     if not tokenizer.chat_template:
-        return tokenizer(QUESTION, return_tensors="pt")["input_ids"]
-    chat = [{"role": "user", "content": QUESTION}]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-        "input_ids"
-    ]
+        return [tokenizer(question, return_tensors="pt")["input_ids"] for question in QUESTIONS]
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in chats]
 
 
 def load_elsewhere(run: Run) -> Outcome:
@@ -246,29 +256,50 @@ def clean_process(folder: Path, ids_file: Path, logits_file: Path, modules: str)
 
 
 def transplant(run: Run) -> Outcome:
-    """The sink becomes gates, fitted on the built-in text; another model than SmolLM2 may have none."""
+    """The sink becomes gates, fitted on text and conversations; another model than SmolLM2 may have none."""
     if not run.source.has_tokenizer:
         return Outcome(True, "left out: the source has no tokenizer, so there is no text to fit on")
-    from gated_llama.diagnostics import corpus
+    from gated_llama.convert.loading import Loadable
     from gated_llama.retrofit import transplant_checkpoint
 
-    named = len(run.source.load_tokenizer().encode(FIRST_TOKEN, add_special_tokens=False)) == 1
+    tokenizer = run.source.load_tokenizer()
+    named = len(tokenizer.encode(FIRST_TOKEN, add_special_tokens=False)) == 1
     try:
-        run.report = transplant_checkpoint(
-            run.source.name,
-            run.folder / TRANSPLANTED,
-            [Path(corpus.__file__).with_name("sample.txt")],
-            bos=FIRST_TOKEN if named else "auto",
-            progress=lambda what, done, total: run.say(f"{what}, {done} of {total}"),
-            **TRANSPLANT,
-        )
+        with tempfile.TemporaryDirectory() as scratch:
+            run.report = transplant_checkpoint(
+                run.source.name,
+                run.folder / TRANSPLANTED,
+                calibration(tokenizer, Path(scratch)),
+                bos=FIRST_TOKEN if named else "auto",
+                progress=lambda what, done, total: run.say(f"{what}, {done} of {total}"),
+                **TRANSPLANT,
+            )
     except ValueError as error:
         return Outcome(run.chosen, f"left out: {error}")
+    run.say("asking the result")
+    result = Loadable.open(run.folder / TRANSPLANTED)
+    tokenizer = result.load_tokenizer()
+    ids = continuations(result.load_model("float32"), prompts_of(tokenizer))
+    run.answers_after = [tokenizer.decode(each, skip_special_tokens=True).strip() for each in ids]
     before, after = (run.report.measures[name] for name in ("source", "result"))
     found = f"first-token attention {before['first_token_attention']:.3f} -> {after['first_token_attention']:.3f}, "
     found += f"largest activation {before['max_activation']:,.0f} -> {after['max_activation']:,.0f}"
     less = after["first_token_attention"] < before["first_token_attention"]
     return Outcome(less, found + draw(run, before, after))
+
+
+def calibration(tokenizer, folder: Path) -> list[Path]:
+    """The built-in text, and conversations in the model's format if it has one, rendered into a file in `folder`."""
+    from gated_llama.diagnostics import corpus
+
+    text = Path(corpus.__file__).with_name("sample.txt")
+    if not tokenizer.chat_template:
+        return [text]
+    chats = [json.loads(line)["messages"] for line in CONVERSATIONS.read_text(encoding="utf-8").splitlines()]
+    rendered = [{"text": tokenizer.apply_chat_template(chat, tokenize=False)} for chat in chats]
+    path = folder / CONVERSATIONS.name
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in rendered), encoding="utf-8")
+    return [text, path]
 
 
 def draw(run: Run, before: dict, after: dict) -> str:
@@ -291,8 +322,10 @@ def show(run: Run):
     out.print(Listing(title, rows, ("step", "result", "seconds"), left=2))
     if run.report is not None:
         show_transplant(run.report, run.source.name, run.folder / TRANSPLANTED, TRANSPLANT["tokens"])
-    if run.answer:
-        out.print(f"{QUESTION}\n[italic]{escape(run.answer)}[/]\n")
+    for index, answer in enumerate(run.answers):
+        out.print(f"{QUESTIONS[index]}\n  source and gated: [italic]{escape(answer)}[/]", soft_wrap=True)
+        if run.answers_after:
+            out.print(f"  transplanted: [italic]{escape(run.answers_after[index])}[/]", soft_wrap=True)
     out.print(
         f"The gated model is in {escape(str(run.gated))}. AutoModelForCausalLM.from_pretrained loads it, with "
         "trust_remote_code=True where this package is not installed."

@@ -10,6 +10,8 @@ from rich.markup import escape
 from .console import Steps, err, facts, number, out, print_table
 
 
+# What SmolLM2-135M needed to answer as before (README).
+SAFE_TOKENS = 20_000
 SHOWN_LINES = 10  # progress lines of one kind of work where stderr is no terminal
 
 Calibration = Annotated[
@@ -116,6 +118,13 @@ def show(report, source: str, output: Path, asked: int):
         ("tokenizer", f"no longer begins with {sink.first_token}" if measures["first_token_dropped"] else "unchanged"),
     ]
     out.print(facts(f"{source} -> {output}", rows))
+    if report.calibration_tokens < SAFE_TOKENS:
+        err.print(
+            f"[bold yellow]Warning:[/] {report.calibration_tokens:,} tokens of calibration are few. On SmolLM2-135M "
+            "4,000 left the perplexity of plain text almost as it was, and answers to questions wrong; 24,000 of six "
+            "kinds did not. Ask the result something before you use it.",
+            soft_wrap=True,
+        )
     if report.calibration_tokens < asked / 2:
         err.print(
             f"[bold yellow]Warning:[/] the texts gave {report.calibration_tokens:,} of {asked:,} tokens; "

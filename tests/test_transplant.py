@@ -21,7 +21,7 @@ from gated_llama.retrofit.calibration import scratch
 from gated_llama.retrofit.deliver import transplant_checkpoint
 from gated_llama.retrofit.fidelity import fidelity
 from gated_llama.retrofit.first_token import drop_first_token
-from gated_llama.retrofit.fitting import GateProblem, Moments, fit_gates
+from gated_llama.retrofit.fitting import GateProblem, Moments, fit_gates, loss_and_slope
 from gated_llama.retrofit.sink import SinkReport, measure_sink
 from gated_llama.retrofit.surgery import gated_copy, transplant_rows, undo_transplant
 from gated_llama.retrofit.walk import WalkOptions, attention_on, thinned
@@ -341,6 +341,25 @@ def test_gates_that_a_linear_logit_explains_are_found():
     torch.testing.assert_close(fit.weight, weight, rtol=0, atol=0.05)
     partly = fit_gates(problem, torch.tensor([True, False, True]), likeness=0.0)
     assert partly.error > fit.error
+
+
+def test_the_gradient_of_the_gates_is_that_of_autograd():
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    writes, target = random(50, 3, 8), random(50, 8)
+    gram, moment = writes @ writes.mT, (writes @ target[..., None])[..., 0]
+    problem = GateProblem(random(50, 4), gram, moment, target.square().sum(-1), random(50, 3).sigmoid())
+    fitted, logits = torch.tensor([True, False, True]), random(50, 3).requires_grad_()
+    scores = logits.sigmoid().where(fitted, 1.0)
+    entropy = torch.nn.functional.binary_cross_entropy(scores[:, fitted], problem.survivors[:, fitted])
+    expected = problem.error(scores) + 0.3 * entropy
+    expected.backward()
+    loss, slope = loss_and_slope(problem, logits.detach(), fitted, likeness=0.3)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(slope, logits.grad)
 
 
 def test_a_limit_on_tokens_spreads_them():

@@ -172,7 +172,7 @@ def sink_measures(model: nn.Module, rows: torch.Tensor, first: int | None) -> di
     """
     with FirstTokenAttention(model) as attention, Activations(model) as activations:
         for row in rows:
-            model(with_first(row[None], first).to(model.device), use_cache=False)
+            model.base_model(with_first(row[None], first).to(model.device), use_cache=False)
     attended, spikes = attention.result(), activations.result()
     return {
         "first_token_attention": attended.mean,

@@ -64,7 +64,7 @@ def measure_sink(model: nn.Module, rows: Iterable[torch.Tensor], first: int, fir
     """
     with FirstTokenAttention(model) as attention, FirstTokenStates(model) as states, Activations(model) as activations:
         for row in rows:
-            model(with_first(row[None], first).to(model.device), use_cache=False)
+            model.base_model(with_first(row[None], first).to(model.device), use_cache=False)  # no logits are needed
     attended, constants, spikes = attention.result(), states.result(), activations.result()
     if constants.documents < 2:
         raise ValueError(

@@ -82,9 +82,10 @@ class Walk:
 
     @staticmethod
     def scratch_bytes(config, rows: torch.Tensor) -> int:
-        """What the scratch files of a walk will hold: seven states of each token, what heads read, and survivors."""
+        """What the scratch files of a walk will hold: of each token seven states, MLP units, head reads, survivors."""
         heads = config.num_attention_heads * (config.head_dim + 1)
-        return 4 * (rows.numel() + 3 * len(rows)) * (7 * config.hidden_size + heads)
+        states = (rows.numel() + 3 * len(rows)) * (7 * config.hidden_size + heads)
+        return 4 * (states + rows.numel() * config.intermediate_size)
 
     def _parts(self) -> Iterator[slice]:
         return (slice(i, i + self.options.batch) for i in range(0, self.rows, self.options.batch))
@@ -251,12 +252,14 @@ class Walk:
         weight[:, quiet] = 0
         bias = 0.0 if layer.mlp.down_proj.bias is None else layer.mlp.down_proj.bias.float()
         middle, after = self.scratch("middle"), self.scratch("after")
+        units = self._tokens("units", weight.shape[1])
         moments, total = Moments(), 0.0
         for part in self._parts():
-            units = self._units(layer, part, quiet)[used[part]]
+            units[part] = self._units(layer, part, quiet).cpu()
             wanted = after[part, 1:] - middle[part, 1:] + self.options.share * (middle[part, 1:] - self.state[part])
             wanted = wanted[used[part]].to(self.device) - bias
-            moments.add(units, wanted - units @ weight.T)
+            seen = units[part][used[part]].to(self.device)
+            moments.add(seen, wanted - seen @ weight.T)
             total += wanted.square().sum(dtype=torch.float64).item()
         left = moments.energy
         if self.options.ridge is not None:
@@ -265,7 +268,7 @@ class Walk:
             weight += change
             weight[:, quiet] = 0
         for part in self._parts():
-            self.state[part] += (self._units(layer, part, quiet) @ weight.T + bias).cpu()
+            self.state[part] += (units[part].to(self.device) @ weight.T + bias).cpu()
             self.before[part] = after[part]
         layer.mlp.down_proj.weight.copy_(weight)
         return left / total
