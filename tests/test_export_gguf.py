@@ -21,7 +21,7 @@ from gated_llama.convert import gguf_proof, gguf_target, llama_cpp, rewriting
 from gated_llama.convert.checkpoint import convert_checkpoint
 from gated_llama.convert.export import export_checkpoint
 from gated_llama.convert.gguf_source import GgufFile
-from gated_llama.convert.gguf_tokenizer import PRE_TOKENIZERS
+from gated_llama.convert.pre_tokenizers import PRE_TOKENIZERS
 from gated_llama.convert.tensor_files import SafetensorsReader
 from gated_llama.convert.tokenizer import PROBES
 

@@ -7,35 +7,11 @@ tokenizer.json, never by the model's name. Source: llama.cpp b11549, src/llama-v
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from .loading import Loadable
+from .pre_tokenizers import PRE_TOKENIZERS
 
-
-LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-MARKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
-MARKS_REST = r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-# (type, its settings): ByteLevel with GPT-2's own expression, or bytes alone behind another expression.
-GPT2 = ("ByteLevel", False, True)
-BYTES = ("ByteLevel", False, False)
-
-
-class PreTokenizer(NamedTuple):
-    """What llama.cpp does under a name: steps, and whether a whole word in the vocabulary is taken before merges."""
-
-    steps: tuple[tuple, ...]
-    ignore_merges: bool = False
-
-
-PRE_TOKENIZERS = {
-    "gpt-2": PreTokenizer((GPT2,)),
-    "smollm": PreTokenizer((("Digits", True), GPT2)),
-    "qwen2": PreTokenizer((("Split", rf"{LETTERS}|\p{{N}}|{REST}", "Isolated", False), BYTES)),
-    "qwen35": PreTokenizer((("Split", rf"{MARKS}|\p{{N}}|{MARKS_REST}", "Isolated", False), BYTES)),
-    "llama-bpe": PreTokenizer((("Split", rf"{LETTERS}|\p{{N}}{{1,3}}|{REST}", "Isolated", False), BYTES), True),
-}
 
 # Options of a BPE model that must be off.
 PLAIN_BPE = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
@@ -73,11 +49,12 @@ def byte_level(description: dict, merges: list[tuple[str, str]]) -> tuple[dict[s
     """GPT-2's kind of BPE."""
     steps = pre_tokenizer_steps(description["pre_tokenizer"])
     model = description["model"]
-    found = PreTokenizer(steps, bool(model.get("ignore_merges")))
-    name = next((name for name, known in PRE_TOKENIZERS.items() if known == found), None)
+    ignore_merges = bool(model.get("ignore_merges"))
+    rules = ((name, known.steps, known.ignore_merges) for name, known in PRE_TOKENIZERS.items())
+    name = next((name for name, *rule in rules if rule == [steps, ignore_merges]), None)
     if name is None:
         shown = json.dumps(description["pre_tokenizer"], ensure_ascii=False)
-        option = "with ignore_merges" if found.ignore_merges else "without ignore_merges"
+        option = "with ignore_merges" if ignore_merges else "without ignore_merges"
         raise ValueError(
             f"The pre-tokenizer {shown} ({option}) is none of those that can be written for llama.cpp: "
             f"{', '.join(PRE_TOKENIZERS)}."

@@ -2,7 +2,7 @@
 What a GGUF file says about its tokenizer: every key `tokenizer.*` is honoured, known to be harmless, or refused.
 
 Transformers builds the tokenizer from the file, but splits text by GPT-2's rule for names that it does not know, and
-leaves a few keys aside. What they mean: llama.cpp b11549, src/llama-vocab.cpp.
+leaves a few keys aside. How text is split is therefore taken from `pre_tokenizers`.
 """
 
 import re
@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from .pre_tokenizers import READABLE, PreTokenizer, built
 
 
 ADVICE = "convert with the tokenizer folder of the original model: --tokenizer FOLDER"
@@ -41,22 +43,8 @@ HARMLESS = {
     r"tokenizer\.chat_templates|tokenizer\.chat_template\.\w+": "further templates",
 }
 
-# Names for which the library has GPT-2's rule because it does not list them, and GPT-2's rule is right.
-GPT2 = frozenset({"gpt-2", "phi-2"})
-# GPT-2's rule behind a cut at each digit.
-DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
-# A whole word of the vocabulary is taken before merges are tried.
-LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"})
-WHOLE_WORDS = LLAMA3 | {"jina-v5-nano", "tekken"}
-
-UNUSED = 5
-
-
-def known_pre_tokenizers() -> set[str]:
-    """Names under which text is split as llama.cpp does."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    return {*GPT2, *DIGITS, *GGUF_PRE_TOKENIZER_SPLITS}
+# Of tokenizer.ggml.token_type.
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 
 
 def unreadable(metadata: Mapping[str, Any]) -> str | None:
@@ -69,9 +57,8 @@ def unreadable(metadata: Mapping[str, Any]) -> str | None:
         return f"its {MODEL}={model!r} is neither {BYTE_LEVEL!r} nor {SENTENCEPIECE!r}"
     if model == BYTE_LEVEL and pre is None:
         return f"it has no {PRE}, which says how text is split"
-    known = sorted(known_pre_tokenizers())
-    if model == BYTE_LEVEL and pre not in known:
-        return f"its {PRE}={pre!r} is none of those whose splitting is known ({', '.join(known)})"
+    if model == BYTE_LEVEL and pre not in READABLE:
+        return f"its {PRE}={pre!r} is none of those whose splitting is known ({', '.join(READABLE)})"
     return None
 
 
@@ -80,29 +67,51 @@ def loading_options(metadata: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if reason := unreadable(metadata):
         raise ValueError(f"The tokenizer of {path} cannot be rebuilt from the file, since {reason}: {ADVICE}.")
     # llama.cpp puts the first token before texts of these, unless the file says otherwise; the library does not.
-    implied = metadata[MODEL] == BYTE_LEVEL and metadata[PRE] in LLAMA3 and ADD_BOS not in metadata
+    implied = metadata[MODEL] == BYTE_LEVEL and READABLE[metadata[PRE]].adds_bos and ADD_BOS not in metadata
     return {"gguf_file": path.name} | ({"add_bos_token": True} if implied else {})
 
 
-def complete(tokenizer, metadata: Mapping[str, Any]):
-    """`tokenizer`, as the library read it from the file, with what the library leaves aside."""
+def complete(tokenizer, metadata: Mapping[str, Any], path: Path):
+    """`tokenizer`, as the library read it from the file, with what the library leaves aside or reads otherwise."""
     backend = tokenizer.backend_tokenizer
     if metadata[MODEL] == BYTE_LEVEL:
-        if metadata[PRE] in DIGITS:
-            steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-            backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        backend.model.ignore_merges = metadata[PRE] in WHOLE_WORDS
+        tokenizer._tokenizer = byte_level(backend, READABLE[metadata[PRE]], path)
     elif not metadata.get(ADD_SPACE, True):
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
-def stated_tokens(path: Path) -> list[str] | None:
-    """The file's own list of tokens, by id."""
+def byte_level(backend: Tokenizer, rule: PreTokenizer, path: Path) -> Tokenizer:
+    """
+    The file's own vocabulary, merges and special tokens under `rule`, with the rest of `backend`.
+
+    The library renames tokens with letters beyond its byte alphabet, such as <｜User｜>, and no text has their ids.
+    """
+    found = stated(path, "tokens", "merges", "token_type")
+    tokens, kinds = found["tokens"], found["token_type"] or ()
+    merges = [(merge[:cut], merge[cut + 1 :]) for merge in found["merges"] if (cut := merge.index(" ", 1))]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    own = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rule.ignore_merges))
+    own.normalizer, own.decoder, own.post_processor = backend.normalizer, backend.decoder, backend.post_processor
+    own.pre_tokenizer = built(rule.steps)
+    for kind, add in ((CONTROL, own.add_special_tokens), (USER_DEFINED, own.add_tokens)):
+        add([AddedToken(token, normalized=False) for token, each in zip(tokens, kinds, strict=False) if each == kind])
+    return own
+
+
+def stated(path: Path, *names: str) -> dict[str, list | None]:
+    """Arrays `tokenizer.ggml.*` of a file, by what follows that prefix."""
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
-    return read_gguf_metadata(str(path), ("tokenizer.ggml.tokens",))[0].get("tokenizer.ggml.tokens")
+    keys = {name: f"tokenizer.ggml.{name}" for name in names}
+    found = read_gguf_metadata(str(path), tuple(keys.values()))[0]
+    return {name: found.get(key) for name, key in keys.items()}
+
+
+def stated_tokens(path: Path) -> list[str] | None:
+    """The file's own list of tokens, by id."""
+    return stated(path, "tokens")["tokens"]
 
 
 def check_vocabulary(tokenizer, name: str, tokens: Sequence[str], types: Sequence[int] = ()) -> None:

@@ -135,8 +135,9 @@ def load_tokenizer(folder: Path, name: str | None = None, **options):
 def load_gguf_tokenizer(checkpoint, name: str | None = None):
     """The tokenizer that a GGUF file describes, with llama.cpp's ids; ValueError where that cannot be known."""
     metadata = checkpoint.reader.file.metadata
-    options = loading_options(metadata, checkpoint.reader.file.path)
-    return complete(load_tokenizer(checkpoint.folder, name, **options), metadata)
+    path = checkpoint.reader.file.path
+    options = loading_options(metadata, path)
+    return complete(load_tokenizer(checkpoint.folder, name, **options), metadata, path)
 
 
 def with_tokenizer(checkpoint, folder: Path | None):
