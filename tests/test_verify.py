@@ -286,11 +286,11 @@ def test_absent_and_misshapen_weights_are_never_invented(source, tmp_path):
     tensors = load_file(path)
     dropped = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"result has no weights for 1 tensors, the first 'model\.layers\.1\.mlp"):
+    with pytest.raises(ValueError, match=r"result has no weights for .*: 1 tensors, the first 'model\.layers\.1\.mlp"):
         verify(source, tmp_path / "result")
 
     save_file(tensors | {"model.layers.1.mlp.up_proj.weight": dropped[:-1].clone()}, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="do not have the shapes"):
+    with pytest.raises(ValueError, match="do not have the shapes|has other shapes"):
         verify(source, tmp_path / "result")
 
 
