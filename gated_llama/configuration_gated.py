@@ -235,6 +235,8 @@ class GatedLlamaConfig(PreTrainedConfig):
         allowed = required_keys | (optional_keys or set()) | (ignore_keys or set())
         allowed |= {"rope_type", "partial_rotary_factor", "original_max_position_embeddings"}
         remarks = {"type", "finetuned"}  # older names that no code reads
+        if rope_type == "proportional":
+            remarks.add("factor")  # read, and missing in the library's own list
         for fault, keys in (
             ("lack", required_keys - received_keys),
             ("have keys that are not read,", received_keys - allowed - remarks),

@@ -17,7 +17,7 @@ def convert_adapter(
     gated: Annotated[str, typer.Argument(help="What `convert` made of the source: Hub id or folder.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new or empty.")],
 ):
-    """Make a PEFT adapter of the ungated source fit its gated model, whose projections are scaled."""
+    """Scale a PEFT adapter of the source to fit its gated model. Projections were scaled, too."""
     hide_bars()
     from gated_llama.retrofit import convert_adapter as convert
 

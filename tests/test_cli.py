@@ -251,6 +251,7 @@ def test_every_axis_reaches_the_converter(cli, monkeypatch):
         "dtype": "bfloat16",
         "max_shard_size": "1MB",
         "revision": "main",
+        "tokenizer": None,
     }
 
 

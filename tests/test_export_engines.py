@@ -31,7 +31,6 @@ AMPLITUDES = {
     "as DeepSeek": ({"mscale": 0.7, "mscale_all_dim": 1.3}, (0.07 * log(4) + 1) / (0.13 * log(4) + 1)),
     "mscale equal to mscale_all_dim": ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
     "mscale alone, which the library ignores": ({"mscale": 0.5}, DEFAULT),
-    "a name that the library ignores": ({"attn_factor": 0.5}, DEFAULT),
     "factor from the lengths": ({"factor": None}, DEFAULT),
 }
 
@@ -91,7 +90,7 @@ def test_what_is_written_is_the_same_to_transformers(case):
 
 ROPES = {
     "linear": {"rope_type": "linear", "rope_theta": 10000, "factor": 4},
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000, "factor": 2, "alpha": 3.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000, "factor": 2},
     "llama3": {**ROTARY["llama3"], "factor": 8},
     "longrope": {
         "rope_type": "longrope",
@@ -103,7 +102,7 @@ ROPES = {
         "original_max_position_embeddings": 64,
     },
     "proportional": {"rope_type": "proportional", "rope_theta": 50000.0, "factor": 2},
-    "default": {"rope_type": "default", "rope_theta": 50000.0, "mrope_section": [4, 2, 2]},
+    "default": {"rope_type": "default", "rope_theta": 50000},
     "exact borders": {**YARN, "truncate": False},
     "null for exact borders": {**YARN, "truncate": None},
 }
@@ -111,10 +110,9 @@ ROPES = {
 
 @pytest.mark.parametrize("case", ROPES)
 def test_nothing_is_written_that_only_engines_read(case):
-    """Integers, nulls and names that the library does not know are other things to some engines."""
+    """Integers and nulls are other things to some engines."""
     config = GatedLlamaConfig(**TINY, rope_parameters=dict(ROPES[case]))
     written = written_rotary(config)
-    assert not {"alpha", "mrope_section", "attn_factor"} & set(written)
     assert None not in written.values()
     integers = {name for name, value in written.items() if type(value) is int}
     assert integers <= {"original_max_position_embeddings"}

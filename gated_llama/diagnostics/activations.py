@@ -294,7 +294,9 @@ def _columns(linear: nn.Linear, units: torch.Tensor, like: torch.Tensor) -> torc
     A quantised or offloaded map holds no matrix that could be read.
     """
     inputs = nn.functional.one_hot(units, linear.in_features).to(like)
-    return linear(inputs) - (0 if linear.bias is None else linear.bias)
+    if isinstance(linear.weight, torch.Tensor) and linear.weight.is_floating_point():
+        inputs = inputs.to(linear.weight.dtype)  # under autocast the units are in another one
+    return (linear(inputs) - (0 if linear.bias is None else linear.bias)).to(like.dtype)
 
 
 def _mlp_output(layer: nn.Module) -> nn.Linear | None:

@@ -175,12 +175,6 @@ class GatedLlamaLM(HFLM):
             self.AUTO_MODEL_CLASS = WholeModel
         super()._create_model(*arguments, **options)
 
-    def _model_call(self, *arguments, **options) -> torch.Tensor:
-        logits = super()._model_call(*arguments, **options)
-        if logits.max().isnan():  # any one of them
-            raise ValueError(f"{type(self.model).__name__} gives nan as logits: look at its weights.")
-        return logits
-
     # Tokens of a request
 
     def begin(self, ids: list[int]) -> list[int]:
@@ -361,8 +355,12 @@ class GatedLlamaLM(HFLM):
 
     def _model_call(self, inps, attn_mask=None, labels=None):
         if self.probes is None:
-            return super()._model_call(inps, attn_mask, labels)
-        return self.probes.forward(inps, super()._model_call)
+            logits = super()._model_call(inps, attn_mask, labels)
+        else:
+            logits = self.probes.forward(inps, super()._model_call)
+        if logits.max().isnan():  # of log-likelihoods that are nan, the largest is any one
+            raise ValueError(f"{type(self.model).__name__} gives nan as logits: look at its weights.")
+        return logits
 
     def _model_generate(self, context, max_length, stop, **options):
         with self.probes.attached() if self.probes else nullcontext():
