@@ -17,7 +17,7 @@ def convert_adapter(
     gated: Annotated[str, typer.Argument(help="What `convert` made of the source: Hub id or folder.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: new or empty.")],
 ):
-    """Scale a PEFT adapter of the source to fit its gated model. Projections were scaled, too."""
+    """Make an adapter of the source fit its gated model."""
     hide_bars()
     from gated_llama.retrofit import convert_adapter as convert
 

@@ -213,6 +213,8 @@ def test_adapters_are_merged_first(beside, reads, save_source):
     refused(folder, "an adapter .*merge the adapter first")
     with pytest.raises(ValueError, match="merge the adapter first"):
         reads(folder)
+    with pytest.raises(ValueError, match="merge the adapter first"):
+        extend_context(folder, folder.with_name("longer"), factor=2)
 
 
 def test_adapters_on_the_hub_are_seen(save_source, tmp_path, monkeypatch):

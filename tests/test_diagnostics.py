@@ -130,6 +130,15 @@ def test_a_planted_spike_writer_is_found_and_nothing_else(tiny_model):
     assert result.massive_layers == [1, 2]
     json.dumps(result.to_dict()["spike_writers"][0])
 
+    # Each condition counts; one spike of the same kind elsewhere does not.
+    for condition in ("spike_contribution", "spike_over_median", "spike_over_elsewhere"):
+        assert observe(Activations(model, **{condition: 1e9}), model, ids).spike_writers == []
+    again = ids.clone()
+    again[0, 9] = 1
+    (writer,) = observe(Activations(model), model, again).spike_writers
+    assert writer.unit == 30
+    assert writer.elsewhere_max == pytest.approx(abs(writer.first_token_activation), rel=0.5)
+
     # Without that token there is no writer; with it all over the text the unit is not quiet elsewhere.
     assert observe(Activations(model), model, ids[:, 1:]).spike_writers == []
     ids[:, ::2] = 1
@@ -175,6 +184,18 @@ def test_spike_writers_of_quantised_maps_are_found(bias, tiny_model):
 def test_step_down_is_the_layer_that_erases():
     assert _steps([1.0, 2.0, 800.0, 900.0, 890.0, 3.0, 4.0]) == (2, 5)
     assert _steps([5.0, 4.0, 3.0]) == (0, None)
+    assert _steps([1.0, 4.0, 8.0, 4.0, 3.0]) == (1, 4)  # half of the maximum is reached, and not yet below
+
+
+def test_massive_is_beyond_100_and_1000_medians(tiny_model):
+    probe = Activations(tiny_model())
+    probe.tokens = 2
+    first = torch.tensor([[True, False]])
+    for layer, (largest, median) in enumerate([(150.0, 0.2), (150.0, 0.1), (90.0, 0.01)]):
+        hidden = torch.full((1, 2, 40), median)
+        hidden[0, 0, 3] = largest
+        probe._outputs[layer].add(hidden, [first, ~first & False, ~first])
+    assert probe.result().massive_layers == [1]
 
 
 class Letters:
@@ -231,6 +252,8 @@ def test_gate_scores_of_own_models(kind, random, tiny_model, randomize_gates):
         assert result.by_class["first"][layer] == pytest.approx(
             torch.stack([score[0, 0], score[1, 4]]).mean().item(), rel=1e-5, abs=1e-7
         )
+        others = torch.cat([score[0, 1:], score[1, 5:]])
+        assert result.by_class["other"][layer] == pytest.approx(others.mean().item(), rel=1e-5, abs=1e-7)
     neutral = 0.0 if kind == "additive" else 0.5
     if not random:
         assert result.mean == pytest.approx(neutral)
@@ -251,7 +274,7 @@ def test_dead_and_saturated_heads_are_named(tiny_model):
 
 def test_dead_and_saturated_mean_99_percent(tiny_model):
     probe = GateScores(tiny_model(gate_granularity="headwise"))
-    scores = torch.full((1, 1000, 4, 1), 0.5)
+    scores = torch.tensor([0.11, 0.11, 0.89, 0.89]).view(1, 1, 4, 1).repeat(1, 1000, 1, 1)  # neither low nor high
     for head, (count, score) in enumerate([(989, 0.05), (990, 0.05), (989, 0.95), (990, 0.95)]):
         scores[:, :count, head] = score
     probe._sums = {2: _GateSums(4, 1, 0.0, 1.0, 400)}
@@ -445,6 +468,20 @@ def test_value_norms_and_constancy_of_the_first_token(tiny_model):
         torch.testing.assert_close(torch.tensor(result.value_cosine[layer]).double(), cosine, **CLOSE)
         spread = (pair - pair.mean(0)).square().sum(-1).mean(0).sqrt() / pair.mean(0).norm(dim=-1)
         torch.testing.assert_close(torch.tensor(result.value_deviation[layer]).double(), spread, **CLOSE)
+
+
+def test_first_token_states_stream_over_batches(tiny_model):
+    """Documents of two tokens, the shortest that count."""
+    model, (ids, _) = wide(tiny_model), texts(batch=4)
+    ids = ids[:, :2]
+    whole = observe(FirstTokenStates(model), model, ids)
+    with FirstTokenStates(model) as probe, torch.no_grad():
+        for part in ids.split([1, 2, 1]):
+            model(part)
+    parts = probe.result()
+    assert None not in whole.value_norm_ratio[0]
+    for name in ("value_norm_ratio", "key_cosine", "value_cosine", "key_deviation", "value_deviation"):
+        torch.testing.assert_close(torch.tensor(getattr(parts, name)), torch.tensor(getattr(whole, name)), **CLOSE)
 
 
 def test_a_fixed_first_token_is_a_constant_and_one_document_says_nothing(tiny_model):

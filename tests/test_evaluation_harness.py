@@ -15,6 +15,7 @@ from evaluation_support import ROOTS, STORIES, make_job
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, get_peft_model
+from test_gguf_tokenizer import byte_level_keys, write
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from gated_llama.convert import convert_checkpoint
@@ -338,6 +339,15 @@ def test_gates_that_loading_would_lose_are_refused(random_gates, tmp_path):
     (folder / "config.json").write_text(json.dumps(kept | llama | {"hidden_size": 2 * kept["hidden_size"]}))
     with pytest.raises(ValueError, match=r"tensors do not have the shapes that its config.json calls for"):
         GatedLlamaLM(str(folder), **CPU)
+
+
+def test_the_tokenizer_of_a_gguf_file_is_not_guessed(tmp_path):
+    path = write(tmp_path / "tiny.gguf", byte_level_keys("smollm"))
+    lm = GatedLlamaLM(path, **CPU)
+    ids = lm.tok_encode("12 a")
+    assert [lm.tokenizer.convert_ids_to_tokens(index) for index in ids][:2] == ["1", "2"]
+    with pytest.raises(ValueError, match="--tokenizer FOLDER"):
+        GatedLlamaLM(write(tmp_path / "unknown.gguf", byte_level_keys("unknown")), **CPU)
 
 
 def test_a_model_that_computes_no_numbers_has_no_scores(identity):

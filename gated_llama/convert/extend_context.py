@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from ..hub import read_card, write_card
 from .config_file import library_config
-from .opening import download
+from .opening import download, refuse_adapter
 from .output_folder import building, check_output
 from .tensor_files import INDEX_FILE, SINGLE_FILE, check_finite_file, read_json, read_weight_map, write_json
 from .tokenizer import CARRIED, TOKENIZER_CONFIG, copy_files
@@ -132,6 +132,7 @@ def find_folder(source: str | Path, revision: str | None) -> Path:
         if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(source)):
             raise ValueError(f"{source} does not exist.")
         path = download(str(source), revision, BELONGING)
+    refuse_adapter(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json: it is not a checkpoint folder.")
     read_weight_map(path)

@@ -124,22 +124,28 @@ def open_checkpoint(source: str | Path, revision: str | None = None, *, quantise
     return open_folder(download(str(source), revision), hub_id=str(source), quantised=quantised)
 
 
-def open_folder(folder: Path, hub_id: str | None = None, quantised: bool = False) -> Checkpoint:
-    if not (folder / "config.json").is_file() and (folder / ADAPTER_FILE).is_file():
+def refuse_adapter(folder: Path) -> None:
+    """ValueError for an adapter of PEFT, alone or beside a model: from_pretrained would apply it, and we would not."""
+    if not (folder / ADAPTER_FILE).is_file():
+        return
+    if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} holds an adapter only ({ADAPTER_FILE}), not a model: merge the adapter first (PEFT's "
             "merge_and_unload, then save_pretrained), and name the folder of the merged model."
         )
+    raise ValueError(
+        f"{folder} has an adapter beside its weights ({ADAPTER_FILE}), which from_pretrained would apply: merge "
+        f"the adapter first (PEFT's merge_and_unload, then save_pretrained), or remove {ADAPTER_FILE} from a copy "
+        "for the model without it."
+    )
+
+
+def open_folder(folder: Path, hub_id: str | None = None, quantised: bool = False) -> Checkpoint:
+    refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         files = sorted(path.name for path in folder.glob("*.gguf"))
         advice = f"to convert a GGUF file, name it: {folder / files[0]}" if files else "it is not a checkpoint folder"
         raise ValueError(f"{folder} has no config.json: {advice}.")
-    if (folder / ADAPTER_FILE).is_file():
-        raise ValueError(
-            f"{folder} has an adapter beside its weights ({ADAPTER_FILE}), which from_pretrained would apply: merge "
-            f"the adapter first (PEFT's merge_and_unload, then save_pretrained), or remove {ADAPTER_FILE} from a copy "
-            "for the model without it."
-        )
     raw_config = read_json(folder / "config.json")
     if not isinstance(raw_config.get("model_type", ""), str):
         raise ValueError(f"{folder / 'config.json'} has model_type={raw_config['model_type']!r}, which is not a name.")

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..convert.extend_context import context_length
-from ..convert.loading import plain_errors, refuse_lost_gates
+from ..convert.loading import Loadable, plain_errors, refuse_lost_gates
 from ..convert.source_rotary import honour_attn_factor
 from ..diagnostics.probes import eval_mode
 from .probes import COLLECTORS, TaskProbes
@@ -128,6 +128,8 @@ class GatedLlamaLM(HFLM):
                 super().__init__(pretrained, **options)
         else:
             if str(pretrained).endswith(".gguf"):
+                if options.get("tokenizer") is None:  # the library guesses how some files split text
+                    options["tokenizer"] = Loadable.open(pretrained).load_tokenizer()
                 options["gguf_file"] = Path(pretrained).name
                 pretrained = Path(pretrained).parent
             super().__init__(str(pretrained), **options)
