@@ -10,7 +10,7 @@ from rich.markup import escape
 from .console import Steps, err, facts, number, out, print_table
 
 
-# What SmolLM2-135M needed to answer as before (README).
+# Below it, a small perplexity says little about answers.
 SAFE_TOKENS = 20_000
 SHOWN_LINES = 10  # progress lines of one kind of work where stderr is no terminal
 
@@ -120,9 +120,9 @@ def show(report, source: str, output: Path, asked: int):
     out.print(facts(f"{source} -> {output}", rows))
     if report.calibration_tokens < SAFE_TOKENS:
         err.print(
-            f"[bold yellow]Warning:[/] {report.calibration_tokens:,} tokens of calibration are few. On SmolLM2-135M "
-            "4,000 left the perplexity of plain text almost as it was, and answers to questions wrong; 24,000 of six "
-            "kinds did not. Ask the result something before you use it.",
+            f"[bold yellow]Warning:[/] {report.calibration_tokens:,} tokens of calibration are few: the perplexity of "
+            f"plain text can stay almost as it was while answers become wrong. Give {SAFE_TOKENS:,} or more, "
+            "conversations among them, and ask the result something before you use it.",
             soft_wrap=True,
         )
     if report.calibration_tokens < asked / 2:

@@ -509,6 +509,7 @@ def test_demo_ends_with_a_transplant(cli, tmp_path, monkeypatch):
     assert code == 0, out + err
     last = json.loads((tmp_path / "demo" / demo_command.MARKER).read_text())["steps"][-1]
     assert "picture: sink.png" in last["result"]
+    assert "tokens of calibration are few" in err
     assert "Sink transplant, on text that was kept back" in out
     assert (tmp_path / "demo" / demo_command.PICTURE).read_bytes().startswith(b"\x89PNG")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "transplanted").config.o_bias
