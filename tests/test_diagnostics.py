@@ -701,3 +701,15 @@ def test_gates_of_other_models_cannot_be_replaced():
     scores = observe(GateScores(model), model, texts()[0])
     with pytest.raises(ValueError, match="'afmoe' model are part of its forward"):
         gate_interventions(model, scores)
+
+
+def test_the_divergence_is_from_the_unchanged_model_per_real_token(tiny_model, randomize_gates):
+    """KL(unchanged || changed), by its sum, over every real token and not only those that predict one."""
+    model, (ids, mask) = randomize_gates(wide(tiny_model), std=3.0), texts()
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    _, outcome = measure_interventions(model, [inputs], {"half": functools.partial(scaled_gates, model, 0.5)})
+    with torch.no_grad():
+        before = model(**inputs).logits[mask.bool()].double().log_softmax(-1)
+        with scaled_gates(model, 0.5):
+            after = model(**inputs).logits[mask.bool()].double().log_softmax(-1)
+    assert outcome.kl == pytest.approx((before.exp() * (before - after)).sum(-1).mean().item(), rel=1e-4)

@@ -153,6 +153,7 @@ def test_each_dtype_once(source, tmp_path):
     assert [report.dtype for report in reports] == ["float32", "bfloat16"]
     # The source's weights rounded to bfloat16 are the result's; in float32 the rounding shows.
     assert [report.bitwise for report in reports] == [False, True]
+    assert verify(source, tmp_path / "result", dtype="file").dtype == "bfloat16"  # of the result
 
 
 @pytest.mark.parametrize("unequal", [0, 1])
